@@ -2,12 +2,13 @@
 
     python -m benchmarks.thousands                  all worlds; some minutes
     python -m benchmarks.thousands --quick          two worlds, printed alone
+    python -m benchmarks.thousands --checkpoints    the second table alone, into the last result
     python -m benchmarks.thousands --write-docs     the last result into docs/evidence/thousands.md
 
 A process of each kind of rank (the first, a middle and the last of a pipeline) builds its program in a world whose
 process group sends nothing. No weight is drawn: pages of parameters are never touched, so that memory is what the
-program itself takes. Seconds are of the CPU. Slices of a checkpoint are counted over all ranks from the placement that
-saving asks.
+program itself takes. Seconds are of the CPU. The manifest of a checkpoint of all ranks is made from the placement that
+saving asks, and read as a start does.
 """
 
 import argparse
@@ -18,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,8 +28,8 @@ from benchmarks.common import RESULTS, machine
 from transformers import AutoConfig
 
 from fivefold.checkpoint import Manifest
-from fivefold.checkpoint.manifest import FileRecord, Slice, TensorRecord
-from fivefold.checkpoint.save import OwnedSlice
+from fivefold.checkpoint.cut import box, file_of, placed
+from fivefold.checkpoint.records import FileRecord, Slice, TensorRecord
 from fivefold.core.shapes import shape_folder
 from fivefold.launch.world import World, join
 from fivefold.models.build import build_meta
@@ -48,9 +48,7 @@ BEGIN, END = "<!-- tables: python -m benchmarks.thousands --write-docs -->", "<!
 WORLDS = (64, 256, 1024, 4096, 16384)
 MODEL, MODELS = "llama-3.1-8b", ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b")
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of a checkpoint
-MOST_READ = 250_000  # slices of a manifest that is written and read here
 BYTES = 4  # of a number in fp32
-FILE_BYTES, RECORD_BYTES = 95, 60  # in the manifest: of a file, and of a tensor beside its name and its slices
 CHECKSUM = "0" * 32
 
 
@@ -136,75 +134,54 @@ def _resident() -> int:
 def saved(facts: ModelFacts, layout: Layout) -> dict[str, Any]:
     """What a checkpoint of all ranks is made of, and what all of them read of it."""
     placement = lower(facts, layout, 0).placement
-    files = 2 * layout.world // layout.dp_replicate
-    slices, text = 0, files * FILE_BYTES
-    for alike in _alike(placement):
-        for kind in KINDS:
-            own = list(slices_of(placement, alike[0], kind))
-            length = sum(len(json.dumps(vars(one), separators=(",", ":"))) + 1 for one in own)
-            slices += len(own) * len(alike)
-            text += (length + len(alike[0]) + RECORD_BYTES) * len(alike)
-    whole = placement.checkpoint_bytes([name for name in facts.parameters for _ in KINDS[1:]], BYTES)
-    per_rank = whole * layout.dp_replicate / layout.world
-    return {
-        "slices": slices, "files": files, "manifest_bytes": text, "checkpoint_bytes": whole,
-        "read_bytes_a_rank": whole / layout.world + per_rank + text, "read_bytes": 0.0,
-    }  # fmt: skip
-
-
-def _alike(placement: Placement) -> list[list[str]]:
-    """Names of parameters, those that are cut alike together."""
-    found: dict[Any, list[str]] = {}
-    for name, spec in placement.shards.items():
-        found.setdefault((spec.shape, spec.splits, spec.over, len(name)), []).append(name)
-    return list(found.values())
-
-
-def slices_of(placement: Placement, name: str, kind: str = KINDS[0]) -> Iterator[Slice]:
-    """The slices of a tensor in the manifest, of all ranks that write some of it."""
-    layout, spec = placement.layout, placement.shards[name]
-    of_stage = layout.world // layout.pp
-    first = placement.pp_ranks[name][0] * of_stage
-    for rank in range(first, first + of_stage // layout.dp_replicate):
-        if not spec.is_owner(placement.shard_index(name, rank).part):
-            continue
-        for region, _ in placement.regions(name, rank):
-            shape = tuple(one.stop - one.start for one in region)
-            if prod(shape):
-                offset = tuple(one.start for one in region)
-                key = OwnedSlice(kind, name, spec.shape, offset, _Shaped(shape)).key  # type: ignore[arg-type]
-                file = f"{kind if kind == KINDS[0] else 'optimizer'}-{rank:05d}.safetensors"
-                yield Slice(offset, shape, file, key, CHECKSUM)
-
-
-class _Shaped:
-    """In the place of a tensor, of which a slice's key reads the shape."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-
-
-def read(facts: ModelFacts, layout: Layout) -> dict[str, float]:
-    """Write and read a manifest of the weights alone: seconds, memory and bytes for each slice."""
-    placement = lower(facts, layout, 0).placement
-    records, files = {}, dict[str, FileRecord]()
-    for name, spec in placement.shards.items():
-        own = tuple(sorted(slices_of(placement, name), key=lambda one: one.offset))
-        records[name] = TensorRecord(spec.shape, "float32", own)
-        files |= {one.file: FileRecord(1, CHECKSUM) for one in own}
-    count = sum(len(record.slices) for record in records.values())
-    manifest = Manifest(
-        step=1, layout=str(layout), versions={}, agreement={}, state={}, files=files, scalars={},
-        tensors={KINDS[0]: records},
-    )  # fmt: skip
     began = time.process_time()
+    manifest = manifest_of(placement)
     text = manifest.to_json()
     written = time.process_time()
-    Manifest.from_json(text, where="here")
+    read = Manifest.from_json(text, where="here")
     done = time.process_time()
+    found = sum(1 for _ in looked_up(read, placement, layout.world // 2))
+    asked = time.process_time()
+    whole = placement.checkpoint_bytes([name for name in facts.parameters for _ in KINDS[1:]], BYTES)
+    per_rank, size = whole * layout.dp_replicate / layout.world, len(text.encode())
     return {
-        "slices": count, "bytes": len(text.encode()), "writing": written - began, "reading": done - written,
+        "slices": slices(read),
+        "files": len(read.files), "manifest_bytes": size, "checkpoint_bytes": whole,
+        "writing": written - began, "reading": done - written, "looking_up": asked - done, "found": found,
+        "read_bytes_a_rank": (alone := whole / layout.world + per_rank + size), "read_bytes": alone * layout.world,
     }  # fmt: skip
+
+
+def manifest_of(placement: Placement) -> Manifest:
+    """The manifest of a checkpoint with two moments in fp32."""
+    layout, tensors = placement.layout, dict[str, TensorRecord]()
+    of_stage = layout.world // layout.pp
+    for name, spec in placement.shards.items():
+        cut, first = placed(placement, name, placement.pp_ranks[name][0] * of_stage)
+        tensors[name] = TensorRecord(shape=spec.shape, dtype="float32", cut=cut, rank=first)
+    writers = {rank for record in tensors.values() for ranks in record.ranks for rank in ranks}
+    files = {file_of(kind, rank): FileRecord(2**20, CHECKSUM) for kind in KINDS[:2] for rank in sorted(writers)}
+    return Manifest(
+        step=1, layout=str(layout), versions={}, agreement={}, state={}, files=files,
+        scalars={name: {"step": 1.0} for name in tensors}, tensors=dict.fromkeys(KINDS, tensors),
+    )  # fmt: skip
+
+
+def slices(manifest: Manifest) -> int:
+    """The slices of all tensors, each kind of cut counted once."""
+    alike = Counter((one.shape, one.cut) for records in manifest.tensors.values() for one in records.values())
+    return sum(
+        times * sum(1 for _ in TensorRecord(shape=shape, dtype="", cut=cut).slices)
+        for (shape, cut), times in alike.items()
+    )
+
+
+def looked_up(manifest: Manifest, placement: Placement, rank: int) -> Iterator[Slice]:
+    """The slices in which a rank that resumes finds what it holds, of all kinds."""
+    for records in manifest.tensors.values():
+        for name, record in records.items():
+            for region, _ in placement.regions(name, rank):
+                yield from record.overlapping(box(region))
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -221,27 +198,39 @@ def measure(worlds: Sequence[int], models: Sequence[str]) -> Iterator[dict[str, 
         row: dict[str, Any] = {"model": model, "world": world, "kind": kind, "layout": str(layout)}
         row |= {"parameters": sum(parameter.size for parameter in facts.parameters.values())}
         row |= saved(facts, layout)
-        row["read_bytes"] = row["read_bytes_a_rank"] * world
         ranks = [built(model, layout, rank) for rank in kinds(layout)]
         row |= {key: max(rank[key] for rank in ranks) for key in ranks[0]}
-        if row["slices"] / len(KINDS) <= MOST_READ:
-            row["manifest"] = read(facts, layout)
         print(json.dumps(row), flush=True)
         yield row
 
 
+def measure_checkpoints() -> None:
+    """The checkpoints of the last result, anew."""
+    found = json.loads(RESULT.read_text(encoding="utf-8"))
+    for row in found["rows"]:
+        row |= saved(facts_of_config(row["model"]), layouts(row["world"])[row["kind"]])
+        row.pop("manifest", None)
+        print(json.dumps(row), flush=True)
+    RESULT.write_text(json.dumps(found | {"checkpoints": machine()}, indent=1) + "\n", encoding="utf-8")
+
+
 PROGRAM = "model | parameters | ranks | layout | plan, ms | build, s | groups, s | MiB | own groups | made"
-CHECKPOINT = "model | ranks | layout | files | slices | manifest, MB | write, s | read, s | a rank reads, MB | all, GB"
+MANIFEST = "files | slices | manifest, MB | write, s | read, s | look up, s"
+CHECKPOINT = f"model | ranks | layout | {MANIFEST} | a rank reads, MB | all, GB"
 
 
 def page(found: dict[str, Any]) -> str:
     """The tables of the page."""
-    about, rows = found["machine"], found["rows"]
-    where = f"{about['date'][:10]}, commit {about['commit']}, {about['cpu']}, torch {about['torch']}:"
-    lines = [where, "", f"| {PROGRAM} |", "| --- | ---: | ---: | --- " + "| ---: " * 6 + "|"]
+    rows = found["rows"]
+    lines = [_where(found["machine"]), "", f"| {PROGRAM} |", "| --- | ---: | ---: | --- " + "| ---: " * 6 + "|"]
     lines += [f"| {' | '.join(_program(row))} |" for row in rows]
-    lines += ["", f"| {CHECKPOINT} |", "| --- | ---: | --- " + "| ---: " * 7 + "|"]
+    lines += ["", _where(found.get("checkpoints", found["machine"]))]
+    lines += ["", f"| {CHECKPOINT} |", "| --- | ---: | --- " + "| ---: " * 8 + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(_checkpoint(row))} |" for row in rows)])
+
+
+def _where(about: dict[str, Any]) -> str:
+    return f"{about['date'][:10]}, commit {about['commit']}, {about['cpu']}, torch {about['torch']}:"
 
 
 def _program(row: dict[str, Any]) -> list[str]:
@@ -251,10 +240,9 @@ def _program(row: dict[str, Any]) -> list[str]:
 
 
 def _checkpoint(row: dict[str, Any]) -> list[str]:
-    tried = row.get("manifest")
-    times = [f"{tried[key] / tried['slices'] * row['slices']:.1f}" if tried else "" for key in ("writing", "reading")]
+    times = [f"{row[key]:.2f}" for key in ("writing", "reading", "looking_up")]
     read = [f"{row['read_bytes_a_rank'] / 1e6:,.0f}", f"{row['read_bytes'] / 1e9:,.0f}"]
-    sizes = [f"{row['files']:,}", f"{row['slices']:,}", f"{row['manifest_bytes'] / 1e6:,.0f}"]
+    sizes = [f"{row['files']:,}", f"{row['slices']:,}", f"{row['manifest_bytes'] / 1e6:,.2f}"]
     return [row["model"], f"{row['world']:,}", f"`{row['layout']}`", *sizes, *times, *read]
 
 
@@ -270,10 +258,14 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two worlds, printed alone")
+    parser.add_argument("--checkpoints", action="store_true", help="the second table alone, into the last result")
     parser.add_argument("--write-docs", action="store_true", help="the last result into docs/evidence/thousands.md")
     args = parser.parse_args()
     if args.write_docs:
         write_docs()
+        return 0
+    if args.checkpoints:
+        measure_checkpoints()
         return 0
     worlds, models = (WORLDS[:2], ()) if args.quick else (WORLDS, MODELS)
     rows = list(measure(worlds, models))

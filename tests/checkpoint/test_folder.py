@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from fivefold.checkpoint import Checkpoint, CorruptCheckpoint, find_checkpoint, newest, steps
-from fivefold.checkpoint.manifest import Slice, TensorRecord, joined, signed
+from fivefold.checkpoint.cut import Cut
+from fivefold.checkpoint.manifest import signed
+from fivefold.checkpoint.records import Part, TensorRecord, joined
 from fivefold.checkpoint.save import Metadata, _retain, _start
 from fivefold.core import files
 from fivefold.core.errors import UserError
@@ -158,11 +161,20 @@ def _first_record(tree: Any) -> Any:
     return next(iter(tree["tensors"]["weight"].values()))
 
 
-def _overlapping(tree: Any) -> None:
-    """Two slices over the same elements, none over the others: the sizes still add up."""
-    pairs = [record["slices"] for record in tree["tensors"]["weight"].values() if len(record["slices"]) == 2]
-    first, second = next(pair for pair in pairs if pair[0]["shape"] == pair[1]["shape"])
-    second["offset"] = first["offset"]
+def _cuts(tree: Any, **numbers: Any) -> None:
+    """Other numbers in the rule of the first tensor."""
+    tree["cuts"][_first_record(tree)["cut"]].update(numbers)
+
+
+def _listed(boxes: Any) -> Any:
+    """The first tensor has no rule, but these slices of rank 0."""
+
+    def change(tree: Any) -> None:
+        record = _first_record(tree)
+        del record["cut"], record["rank"]
+        record["instead"] = [[0, boxes(*record["shape"])]]
+
+    return _edited(change)
 
 
 def _repeated(folder: Path) -> str:
@@ -185,18 +197,26 @@ DAMAGES = {
     "truncated shard": _truncated,
     "half a manifest": _cut_manifest,
     "an unsigned manifest": lambda folder: (folder / "manifest.json").write_text('{"format":"fivefold-checkpoint"}'),
-    "slices that overlap": _edited(_overlapping),
+    "slices that overlap": _listed(lambda n, m: [[[0, n // 2], [0, m]], [[0, n - n // 2], [0, m]]]),
     "a key twice": lambda folder: (folder / "manifest.json").write_text(_repeated(folder)),
     "a link for a file": _linked,
     "not JSON we know": _edited(lambda tree: tree.update(format="other")),
-    "a missing slice": _edited(lambda tree: _first_record(tree)["slices"].pop()),
-    "a slice outside": _edited(lambda tree: _first_record(tree)["slices"][0].update(offset=[90, 30])),
-    "negative offset": _edited(lambda tree: _first_record(tree)["slices"][0].update(offset=[-1, 0])),
+    "a missing slice": _listed(lambda n, m: [[[0, n - 1], [0, m]]]),
+    "a slice outside": _listed(lambda n, m: [[[1, n + 1], [0, m]]]),
+    "negative offset": _listed(lambda n, m: [[[-1, n - 1], [0, m]]]),
+    "a cut that is not there": _edited(lambda tree: _first_record(tree).update(cut=99)),
+    "more shards": _edited(lambda tree: _cuts(tree, shards=3)),
+    "no shards": _edited(lambda tree: _cuts(tree, shards=0)),
+    "more parts": _edited(lambda tree: _cuts(tree, parts=2)),
+    "another rank": _edited(lambda tree: _first_record(tree).update(rank=1)),
+    "a checksum fewer": _edited(lambda tree: tree["ranks"]["weight"]["checksums"].pop()),
+    "files of many ranks": _edited(lambda tree: tree["ranks"]["weight"].update(ranks=[[0, 10**12]])),
+    "files of another name": _edited(lambda tree: tree["ranks"].update(x=tree["ranks"].pop("weight"))),
     "unknown type": _edited(lambda tree: _first_record(tree).update(dtype="uint16")),
-    "file outside": _edited(lambda tree: tree["files"].update({"../x": {"bytes": 1}})),
-    "absolute file": _edited(lambda tree: tree["files"].update({"/etc/passwd": {"bytes": 1}})),
-    "hidden file": _edited(lambda tree: tree["files"].update({"model/.x": {"bytes": 1}})),
-    "unlisted file": _edited(lambda tree: _first_record(tree)["slices"][0].update(file="other.safetensors")),
+    "file outside": _edited(lambda tree: tree["files"].update({"../x": {"bytes": 1, "checksum": ""}})),
+    "absolute file": _edited(lambda tree: tree["files"].update({"/etc/passwd": {"bytes": 1, "checksum": ""}})),
+    "hidden file": _edited(lambda tree: tree["files"].update({"model/.x": {"bytes": 1, "checksum": ""}})),
+    "unlisted file": _edited(lambda tree: _first_record(tree).update(rank=7)),
     "no weights": _edited(lambda tree: tree["tensors"].pop("weight")),
     "a list": lambda folder: (folder / "manifest.json").write_text("[]"),
     "deep JSON": lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
@@ -216,8 +236,8 @@ def test_a_damaged_step_is_passed_over(run: Path, damage: str) -> None:
 @pytest.mark.full
 def test_a_later_format_is_no_damage(run: Path) -> None:
     folder = run / "checkpoints" / "step-000300"
-    _edited(lambda tree: tree.update(version=2))(folder)
-    with pytest.raises(UserError, match="version 2"):
+    _edited(lambda tree: tree.update(version=3))(folder)
+    with pytest.raises(UserError, match="version 3"):
         newest(run / "checkpoints")
 
 
@@ -272,8 +292,18 @@ def test_find_checkpoint(run: Path) -> None:
         find_checkpoint(run / "checkpoints")
 
 
-def test_slices_of_a_tensor_stand_in_order_whoever_wrote_them() -> None:
-    """So that the same layout writes the same manifest, whatever the order of its ranks."""
-    halves = [TensorRecord((4, 2), "float32", (Slice((at, 0), (2, 2), f"weight-{at}", "key", "sum"),)) for at in (2, 0)]
-    (record,) = joined(("weight", "head", half) for half in halves)["weight"].values()
-    assert [one.offset for one in record.slices] == [(0, 0), (2, 0)]
+def _part(record: TensorRecord, numbers: int) -> Part:
+    return Part(files={}, scalars={}, tensors={"weight": {"head": record}}, numbers={"weight": numbers})
+
+
+def test_ranks_that_save_another_tensor_than_they_say_are_told() -> None:
+    """One that has fewer slices than the rule says, or none of a tensor of which another has some, and two rules."""
+    record = TensorRecord(shape=(4, 2), dtype="float32", cut=Cut(1, 2))
+    nothing = Part(files={}, scalars={}, tensors={}, numbers={"weight": 4})
+    assert joined([_part(record, 4), nothing]) == {"weight": {"head": record}}
+    with pytest.raises(ValueError, match="have 4 elements, and the tensors 8"):
+        joined([_part(record, 4)])
+    with pytest.raises(ValueError, match="exp_avg: the slices of all ranks have 4 elements, and the tensors 0"):
+        joined([_part(record, 4), replace(nothing, numbers={"weight": 4, "exp_avg": 4})])
+    with pytest.raises(ValueError, match="weight of head: ranks cut it in different ways"):
+        joined([_part(record, 4), _part(replace(record, rank=1), 4)])

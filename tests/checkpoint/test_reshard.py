@@ -100,7 +100,7 @@ def test_every_element_is_written_once(saved: Saved, layout: str) -> None:
         for name, record in records.items():
             count = np.zeros(record.shape, int)
             for one in record.slices:
-                count[tuple(slice(a, a + n) for a, n in zip(one.offset, one.shape, strict=True))] += 1
+                count[tuple(slice(*edge) for edge in one.box)] += 1
             assert (count == 1).all(), name
 
 

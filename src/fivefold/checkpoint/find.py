@@ -4,8 +4,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.checkpoint.cut import WEIGHT
 from fivefold.checkpoint.load import Checkpoint
-from fivefold.checkpoint.manifest import WEIGHT, CorruptCheckpoint, Manifest, read_manifest
+from fivefold.checkpoint.manifest import CorruptCheckpoint, Manifest, read_manifest
 from fivefold.checkpoint.remote import Remote
 from fivefold.core.best import Best
 from fivefold.core.cache import cache_root, entry, key_of
@@ -102,7 +103,7 @@ def find_checkpoint(run: str | Path, step: int | None = None) -> Checkpoint:
     wanted = there[-1] if step is None else step
     if remote:
         return entry(
-            cache_root() / "checkpoints" / key_of(remote.url, remote.manifest(wanted).to_json()),
+            cache_root() / "checkpoints" / key_of(remote.url, remote.manifest(wanted).checksum),
             read=lambda folder: _opened(folder, wanted),
             build=lambda folder, _: remote.fetch(wanted, folder),
         )

@@ -1,9 +1,7 @@
 """Reading a checkpoint, under any layout: each rank reads only its own parts, tensor by tensor."""
 
-import heapq
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fivefold.checkpoint import shard
-from fivefold.checkpoint.manifest import WEIGHT, CorruptCheckpoint, Manifest, Slice, TensorRecord, read_manifest
+from fivefold.checkpoint.cut import WEIGHT, Box, file_of, key_of
+from fivefold.checkpoint.manifest import CorruptCheckpoint, Manifest, problem, read_description, read_manifest
 from fivefold.checkpoint.model_folder import FOLDER
+from fivefold.checkpoint.records import Slice, TensorRecord
 from fivefold.core.errors import UserError
 from fivefold.core.optimizers import SCALE
 from fivefold.core.text import listed
@@ -50,6 +50,11 @@ class Checkpoint:
     def open(cls, path: Path) -> "Checkpoint":
         """Read the manifest of the folder `path`. Raises `CorruptCheckpoint` (a `UserError`) unless it is intact."""
         return cls(path, read_manifest(path))
+
+    @classmethod
+    def described(cls, path: Path) -> "Checkpoint":
+        """Read the manifest alone, on each of many ranks: they share the look at the other files (`verify`)."""
+        return cls(path, read_description(path))
 
     @property
     def step(self) -> int:
@@ -90,46 +95,48 @@ class Checkpoint:
             raise CorruptCheckpoint(damage, fix=f"remove {self.path}, or put back the copy that was saved")
 
     def damages(self, rank: int = 0, size: int = 1, kinds: Collection[str] | None = None) -> Iterator[str]:
-        """Problems with the bytes that `rank` of `size` has to read: slices are distributed, the largest first."""
-        units = [(0, file, "") for file in self.manifest.files]
-        for file, held in self.manifest.by_file.items():
-            units += [(prod(one.shape), file, one.key) for kind, _, one in held if kinds is None or kind in kinds]
-        loads = [(0, reader) for reader in range(size)]
-        mine: dict[str, list[str]] = {}
-        for count, file, key in sorted(units, key=lambda unit: (-unit[0], *unit[1:])):
-            load, reader = loads[0]
-            heapq.heapreplace(loads, (load + count + 1, reader))
-            if reader == rank:
-                mine.setdefault(file, []).append(key)
-        for file, keys in sorted(mine.items()):
-            yield from self._check_file(file, [key for key in keys if key])
+        """Problems with the bytes that `rank` of `size` has to read. The files one after the other are cut into equal
+        ranges of bytes, and a slice is read by the rank in whose range it begins."""
+        total = sum(record.bytes + 1 for record in self.manifest.files.values())  # 1: an empty file is one's, too
+        first, last, at = total * rank // size, total * (rank + 1) // size, 0
+        for file, record in sorted(self.manifest.files.items()):
+            within = range(max(first - at, 0), min(last - at, record.bytes + 1))
+            if within:
+                yield from self._check_file(file, within, kinds)
+            at += record.bytes + 1
 
-    def _check_file(self, file: str, keys: Sequence[str]) -> Iterator[str]:
-        """Problems with a file's header, or all of it if it contains no tensors, and with these tensors in it."""
+    def _check_file(self, file: str, within: range, kinds: Collection[str] | None) -> Iterator[str]:
+        """Problems with a file's header, or all of it if it contains no tensors, and with the tensors of these kinds
+        that begin in the bytes `within`."""
+        if wrong := problem(self.path, self.manifest, file):
+            yield wrong
+            return
         path, checksum = self.path / file, self.manifest.files[file].checksum
-        held = {one.key: (f"{kind} of {name}", one.checksum) for kind, name, one in self.manifest.by_file.get(file, ())}
+        held = self.manifest.held(file)
         if not held:
             try:
-                is_same = shard.checksum(path.read_bytes()) == checksum
+                is_same = 0 not in within or shard.checksum(path.read_bytes()) == checksum
             except OSError as error:
                 yield f"{path} cannot be read: {error.strerror}"
                 return
             if not is_same:
                 yield f"{path} is not what was saved"
             return
-        for key, wrong in shard.check(path, checksum, {key: own for key, (_, own) in held.items()}, keys):
-            yield f"{path}: {held[key][0]}: {wrong}" if key else f"{path}: {wrong}{self.manifest.listing(file)}"
+        wanted = [key for key, (kind, _) in held.items() if kinds is None or kind in kinds]
+        for key, wrong in shard.check(path, checksum, held, wanted, within, self.manifest.sums.get(file)):
+            of_tensor = f"{' of '.join(held[key])}: {wrong}" if key else f"{wrong}{self.manifest.listing(file)}"
+            yield f"{path}: {of_tensor}"
 
     def source(self, kind: str = WEIGHT) -> "CheckpointSource":
         """The tensors of one kind, by parameter name."""
-        return CheckpointSource(self.path, self.manifest.tensors[kind])
+        return CheckpointSource(self.path, kind, self.manifest.tensors[kind])
 
 
 class CheckpointSource(TensorSource):
     """Tensors of one kind, assembled from the slices that cover the requested region."""
 
-    def __init__(self, folder: Path, records: Mapping[str, TensorRecord]) -> None:
-        self._folder, self._records = folder, records
+    def __init__(self, folder: Path, kind: str, records: Mapping[str, TensorRecord]) -> None:
+        self.kind, self._folder, self._records = kind, folder, records
         self.shapes = {name: record.shape for name, record in records.items()}
 
     @property
@@ -147,40 +154,36 @@ class CheckpointSource(TensorSource):
         record = self._records[name]
         wanted = tuple(s.indices(size)[:2] for s, size in zip(region, record.shape, strict=True))
         shape = tuple(max(0, stop - start) for start, stop in wanted)
-        parts = [(one, common) for one in record.slices if (common := _intersect(one, wanted)) is not None]
+        parts = [(one, _intersection(one.box, wanted)) for one in record.overlapping(wanted)]
         if len(parts) == 1:
-            return self._read_slice(*parts[0], record)
+            return self._read_slice(name, *parts[0])
         values = torch.empty(shape, dtype=self.dtype(name))
         for one, common in parts:
             target = tuple(slice(low - w[0], high - w[0]) for (low, high), w in zip(common, wanted, strict=True))
-            values[target] = self._read_slice(one, common, record)
+            values[target] = self._read_slice(name, one, common)
         return values
 
-    def _read_slice(self, one: Slice, common: tuple[tuple[int, int], ...], record: TensorRecord) -> Tensor:
+    def _read_slice(self, name: str, one: Slice, common: Box) -> Tensor:
         """The part `common` (global coordinates) of one stored slice: a view of the file, mapped while it lives."""
+        path, key = self._folder / file_of(self.kind, one.rank), key_of(self.kind, name, one.box)
+        shape, dtype = tuple(stop - start for start, stop in one.box), self._records[name].dtype
         try:
-            with safe_open(self._folder / one.file, framework="pt") as file:
-                stored = file.get_slice(one.key)
-                if tuple(stored.get_shape()) != one.shape:
-                    raise ValueError(f"shape {stored.get_shape()} is not {list(one.shape)}")
-                inner = tuple(slice(low - at, high - at) for (low, high), at in zip(common, one.offset, strict=True))
+            with safe_open(path, framework="pt") as file:
+                stored = file.get_slice(key)
+                if tuple(stored.get_shape()) != shape:
+                    raise ValueError(f"shape {stored.get_shape()} is not {list(shape)}")
+                inner = tuple(slice(low - at, high - at) for (low, high), (at, _) in zip(common, one.box, strict=True))
                 values: Tensor = stored[inner]
         except Exception as error:  # safetensors raises its own kind of error
-            raise CorruptCheckpoint(f"{self._folder / one.file}: {one.key} cannot be read: {error}") from error
-        if str(values.dtype) != f"torch.{record.dtype}":
-            raise CorruptCheckpoint(
-                f"{self._folder / one.file}: {one.key} is {values.dtype}, and the manifest says {record.dtype}"
-            )
+            raise CorruptCheckpoint(f"{path}: {key} cannot be read: {error}") from error
+        if str(values.dtype) != f"torch.{dtype}":
+            raise CorruptCheckpoint(f"{path}: {key} is {values.dtype}, and the manifest says {dtype}")
         return values
 
 
-def _intersect(one: Slice, wanted: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...] | None:
-    """The intersection of a stored slice and a region, per dimension, in global coordinates; None if empty."""
-    common = tuple(
-        (max(at, start), min(at + size, stop))
-        for at, size, (start, stop) in zip(one.offset, one.shape, wanted, strict=True)
-    )
-    return common if all(low < high for low, high in common) else None
+def _intersection(one: Box, other: Box) -> Box:
+    """The box of the elements that two boxes share, in global coordinates."""
+    return tuple((max(start, at), min(stop, end)) for (start, stop), (at, end) in zip(one, other, strict=True))
 
 
 def restore(

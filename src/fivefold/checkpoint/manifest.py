@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: the file of each tensor slice. JSON in, JSON out; no torch.
+"""The manifest of a checkpoint: how each tensor is cut, and its files. JSON in, JSON out; no torch.
 
     step-000250/
       manifest.json
@@ -8,146 +8,124 @@
       model/                        a Hugging Face folder without its weights: config, tokenizer, generation config
 
 Tensors are keyed by kind (`weight`, and the optimizer's states per parameter: `exp_avg` and `exp_avg_sq`, or
-`momentum_buffer`), then by the Hugging Face parameter name. Each is cut into slices that tile it exactly, without
-reference to the layout that wrote them. Every byte is under a checksum: the manifest begins with its own; each slice
-has one, bound to its name, type and range; a safetensors file has one of its header, every other file one of its
-contents. Readers ignore unknown keys, so that later versions may add some.
+`momentum_buffer`), then by the Hugging Face parameter name. Each is cut into slices that tile it exactly. The manifest
+lists no slice: it has the rule by which they lie on ranks (`checkpoint/cut.py`). The file and the key of a slice follow
+from its kind, name, rank and range. A rank whose slices are not those of the rule is listed with them.
+
+Every byte is under a checksum: the manifest begins with its own; a safetensors file ends with those of its slices, each
+bound to name, type and range, and the manifest has one of these and the header together (`checkpoint/shard.py`); every
+other file has one of its contents. Readers ignore unknown keys, so that later versions may add some.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from xxhash import xxh3_128_hexdigest
 
+from fivefold.checkpoint import version1
+from fivefold.checkpoint.cut import OPTIMIZER, WEIGHT, Cut, family_of, file_of, key_of
+from fivefold.checkpoint.records import Columns, FileRecord, Records, Size, Written, check_record, records_of, tree_of
 from fivefold.core import strict_json
 from fivefold.core.errors import UserError
 from fivefold.core.text import listed
 
 NAME = "manifest.json"
 FORMAT = "fivefold-checkpoint"
-VERSION = 1
-# torch name -> safetensors name.
-DTYPES = {
-    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8",
-    "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",  # state of a user's optimizer
-}  # fmt: skip
-WEIGHT = "weight"
-MOST_BYTES = 2**30  # limit for a manifest; one of 500,000 slices takes 150 MB
-
-Size = Annotated[int, Field(strict=True, ge=0)]
+VERSION = 2
+MOST_BYTES = 2**30  # limit for a manifest; one of version 1 took 150 MB for 500,000 slices
 
 _SIGNED = re.compile(r'\{"checksum":"([0-9a-f]{32})",')
+_OF_RANK = re.compile(rf"({WEIGHT}|{OPTIMIZER})-(\d{{5,9}})\.safetensors")
+_CONTEXT = ("step", "layout", "versions", "agreement", "state")  # keys before the contents
 
 
 class CorruptCheckpoint(UserError):
     """A checkpoint folder that differs from its manifest, or has no readable manifest."""
 
 
-@dataclass(frozen=True)
-class Slice:
-    """One block of a tensor: its start and size, in elements; its file and key."""
-
-    offset: tuple[Size, ...]
-    shape: tuple[Size, ...]
-    file: str
-    key: str
-    checksum: str
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A file of the checkpoint: its size, and the checksum of its header (safetensors) or of all of it."""
-
-    bytes: Size
-    checksum: str
-
-
-@dataclass(frozen=True)
-class TensorRecord:
-    """One whole tensor, cut into slices, in the order of their offsets."""
-
-    shape: tuple[Size, ...]
-    dtype: str
-    slices: tuple[Slice, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
-class Contents:
-    """Files and the tensors in them: those of a checkpoint, or those that one rank wrote.
-
-    `files`: path inside the folder -> record. `scalars`: parameter name -> the optimizer's scalars for it (`step`).
-    `tensors`: kind -> parameter name -> record.
-    """
-
-    files: Mapping[str, FileRecord]
-    scalars: Mapping[str, Mapping[str, float]]
-    tensors: Mapping[str, Mapping[str, TensorRecord]]
-
-    def tree(self) -> dict[str, Any]:
-        """The contents as JSON values."""
-        return dict(_CONTENTS.dump_python(self))
-
-    @staticmethod
-    def from_tree(tree: Mapping[str, Any]) -> "Contents":
-        """Rebuild contents from the result of `tree`. Raises `ValueError` for another tree."""
-        return _CONTENTS.validate_python(tree)
-
-
-def joined(records: Iterable[tuple[str, str, TensorRecord]]) -> dict[str, dict[str, TensorRecord]]:
-    """Merge (kind, parameter name, record with some slices of the tensor) into `Contents.tensors`."""
-    found: dict[str, dict[str, list[TensorRecord]]] = {}
-    for kind, name, record in records:
-        found.setdefault(kind, {}).setdefault(name, []).append(record)
-    return {kind: {name: _one(some) for name, some in by_name.items()} for kind, by_name in found.items()}
-
-
-def _one(records: Sequence[TensorRecord]) -> TensorRecord:
-    slices = [one for record in records for one in record.slices]
-    return replace(records[0], slices=tuple(sorted(slices, key=lambda one: one.offset)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest(Contents):
+class Manifest:
     """The contents of a checkpoint and their context.
 
     `layout`: the layout that wrote it, for people. `agreement`: the values that must be unchanged to continue
-    (`checkpoint.agreement`). `state`: the caller's own.
+    (`checkpoint.agreement`). `state`: the caller's own. `files`: path inside the folder -> record. `scalars`: parameter
+    name -> the optimizer's scalars for it (`step`). `checksum`: that of the text it was read from. `sums`: file -> key
+    -> checksum of a slice, in version 1, whose files do not have them.
     """
 
-    step: Size
+    step: int
     layout: str
     versions: Mapping[str, str]
     agreement: Mapping[str, Any]
     state: Mapping[str, Any]
+    files: Mapping[str, FileRecord]
+    scalars: Mapping[str, Mapping[str, float]]
+    tensors: Records
+    checksum: str = ""
+    sums: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The text of `manifest.json`. Raises `ValueError` for values that JSON lacks, such as NaN."""
-        tree = dict(_MANIFEST.dump_python(self))
-        contents = {field.name: tree.pop(field.name) for field in fields(Contents)}
-        return signed({"format": FORMAT, "version": VERSION, **tree, **contents})
+        others = {name: asdict(record) for name, record in self.files.items() if not _OF_RANK.fullmatch(name)}
+        return signed({
+            "format": FORMAT, "version": VERSION, **{key: getattr(self, key) for key in _CONTEXT},
+            "files": others, "ranks": {family: Columns.tree(records) for family, records in self._of_ranks.items()},
+            "scalars": self.scalars, **tree_of(self.tensors),
+        })  # fmt: skip
 
-    @cached_property
-    def by_file(self) -> Mapping[str, Sequence[tuple[str, str, Slice]]]:
-        """The slices in each file that contains any: (kind, parameter name, slice)."""
-        found: dict[str, list[tuple[str, str, Slice]]] = {}
-        for kind, records in self.tensors.items():
-            for name, record in records.items():
-                for one in record.slices:
-                    found.setdefault(one.file, []).append((kind, name, one))
-        return found
+    def held(self, file: str) -> dict[str, tuple[str, str]]:
+        """The slices in a file: key -> (kind, parameter name)."""
+        named = _OF_RANK.fullmatch(file)
+        family, rank = (named[1], int(named[2])) if named else ("", 0)
+        return {
+            key_of(kind, name, own): (kind, name)
+            for kind, records in self.tensors.items()
+            if family_of(kind) == family
+            for name, record in records.items()
+            for own in record.of_rank(rank)
+        }
 
     def listing(self, file: str) -> str:
         """The tensors lost with a file, for an error; empty if it contains none."""
-        lost = [f"{kind} of {name}" for kind, name, _ in self.by_file.get(file, ())]
+        lost = [f"{kind} of {name}" for kind, name in self.held(file).values()]
         return f"; it should hold {listed(lost, 3)}" if lost else ""
+
+    def check(self) -> None:
+        """Check that every tensor is tiled by slices in files that are listed. Raises `ValueError`."""
+        for name in self.files:
+            if (
+                any(part.startswith(".") or part == "" for part in name.split("/"))
+                or "\\" in name
+                or Path(name).is_absolute()
+            ):
+                raise ValueError(f"{name!r} is not the path of a file in the checkpoint's folder")
+        alike = set[object]()
+        for kind, name, record in self._records():
+            same = record.shape, record.dtype, record.cut, record.rank, family_of(kind)
+            if record.instead or same not in alike:  # most tensors are cut as another one
+                check_record(kind, name, record, self._of_ranks.get(family_of(kind), {}).keys())
+                alike.add(same)
+        if WEIGHT not in self.tensors:
+            raise ValueError("no weights")
+
+    @cached_property
+    def _of_ranks(self) -> Mapping[str, Mapping[int, FileRecord]]:
+        """The files of ranks: how their names begin -> rank -> record."""
+        found: dict[str, dict[int, FileRecord]] = {}
+        for name, record in self.files.items():
+            if named := _OF_RANK.fullmatch(name):
+                found.setdefault(named[1], {})[int(named[2])] = record
+        return dict(sorted(found.items()))
+
+    def _records(self) -> Iterator[tuple[str, str, Any]]:
+        return ((kind, *one) for kind, records in self.tensors.items() for one in records.items())
 
     @staticmethod
     def from_json(text: str, *, where: str) -> "Manifest":
@@ -161,8 +139,8 @@ class Manifest(Contents):
             if tree["format"] != FORMAT:
                 raise ValueError(f"format {tree['format']!r}")
             _check_version(tree["version"], where)
-            manifest = _MANIFEST.validate_python(tree)
-            _check(manifest)
+            manifest = _manifest(version1.upgraded(tree) if tree["version"] == 1 else tree)
+            manifest.check()
         except ValidationError as error:
             wrong = error.errors()[0]
             at = ".".join(map(str, wrong["loc"]))
@@ -172,18 +150,70 @@ class Manifest(Contents):
         return manifest
 
 
-_CONTENTS, _MANIFEST = TypeAdapter(Contents), TypeAdapter(Manifest)
+@dataclass(frozen=True)
+class _Tree:
+    """The manifest as JSON has it."""
+
+    step: Size
+    layout: str
+    versions: Mapping[str, str]
+    agreement: Mapping[str, Any]
+    state: Mapping[str, Any]
+    files: Mapping[str, FileRecord]
+    ranks: Mapping[str, Columns]
+    scalars: Mapping[str, Mapping[str, float]]
+    cuts: tuple[Cut, ...]
+    tensors: Mapping[str, Mapping[str, Written]]
+    checksum: str
+    sums: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+_TREE = TypeAdapter(_Tree)
+
+
+def _manifest(tree: Mapping[str, Any]) -> Manifest:
+    """Rebuild a manifest from its JSON values. Raises `ValueError` for another tree."""
+    found = _TREE.validate_python(tree)
+    if unknown := found.ranks.keys() - {WEIGHT, OPTIMIZER}:
+        raise ValueError(f"files of ranks named {sorted(unknown)[0]!r}")
+    of_ranks = {
+        file_of(family, rank): record for family, columns in found.ranks.items() for rank, record in columns.records()
+    }
+    return Manifest(
+        **{key: getattr(found, key) for key in (*_CONTEXT, "scalars", "checksum", "sums")},
+        files={**of_ranks, **found.files},
+        tensors=records_of(found.cuts, found.tensors),
+    )
 
 
 def signed(tree: Mapping[str, Any]) -> str:
     """Dump a tree as JSON, with the checksum of the rest as first key. Raises `ValueError` for NaN and infinities."""
-    text = json.dumps(tree, allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
-    return f'{{"checksum":"{xxh3_128_hexdigest(text[1:].encode())}",{text[1:]}'
+    text = f"{_dumped(tree)[1:]}\n"
+    return f'{{"checksum":"{xxh3_128_hexdigest(text.encode())}",{text}'
+
+
+def _dumped(value: Any, deep: int = 3) -> str:
+    """Dump a value as JSON, with each tensor, file and cut on a line of its own."""
+    if deep and isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        lines = [f"{json.dumps(key, ensure_ascii=False)}:{_dumped(inner, deep - 1)}" for key, inner in value.items()]
+        return "{" + ",\n".join(lines) + "}"
+    if deep and isinstance(value, list) and all(isinstance(inner, dict) for inner in value):
+        return "[" + ",\n".join(_dumped(inner, 0) for inner in value) + "]"
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder with all its files at full size. Raises `CorruptCheckpoint`, and `UserError`
     for a link whose target is missing: on a disk that is not mounted it may be whole."""
+    manifest = read_description(folder)
+    for name in manifest.files:
+        if wrong := problem(folder, manifest, name):
+            raise CorruptCheckpoint(wrong)
+    return manifest
+
+
+def read_description(folder: Path) -> Manifest:
+    """`read_manifest` without a look at the other files."""
     if folder.is_symlink() and not folder.exists():
         raise UserError(
             f"{folder} is a link to {os.readlink(folder)}, which is not there", fix="mount it, or remove the link"
@@ -192,78 +222,26 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise CorruptCheckpoint(f"{path} is larger than any manifest: {path.stat().st_size:,} bytes")
-        manifest = Manifest.from_json(path.read_bytes().decode(), where=str(path))
+        return Manifest.from_json(path.read_bytes().decode(), where=str(path))
     except UnicodeDecodeError as error:
         raise CorruptCheckpoint(f"{path} is not the manifest of a checkpoint: {error}") from error
     except OSError as error:
         raise CorruptCheckpoint(f"{folder} is not a whole checkpoint: {error.strerror}: {path.name}") from error
-    for name, record in manifest.files.items():
-        file = folder / name
-        if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
-            raise CorruptCheckpoint(f"{file} is no file of this checkpoint{manifest.listing(name)}")
-        found = file.stat().st_size
-        if found != record.bytes:
-            raise CorruptCheckpoint(
-                f"{file} has {found} bytes, and the manifest says {record.bytes}{manifest.listing(name)}"
-            )
-    return manifest
+
+
+def problem(folder: Path, manifest: Manifest, name: str) -> str:
+    """What is wrong with a file at first sight; empty if it is there, at full size."""
+    file, size = folder / name, manifest.files[name].bytes
+    is_there, is_direct = file.is_file(), "/" not in name and not file.is_symlink()
+    if not is_there or not (is_direct or file.resolve().is_relative_to(folder.resolve())):
+        return f"{file} is no file of this checkpoint{manifest.listing(name)}"
+    found = file.stat().st_size
+    return "" if found == size else f"{file} has {found} bytes, and the manifest says {size}{manifest.listing(name)}"
 
 
 def _check_version(version: Any, where: str) -> None:
-    if version != VERSION:
+    if version not in (1, VERSION):
         raise UserError(
-            f"{where} has format version {version}, and this fivefold reads version {VERSION}",
+            f"{where} has format version {version}, and this fivefold reads versions up to {VERSION}",
             fix="use the fivefold that wrote it (see versions in the manifest)",
         )
-
-
-def _check(manifest: Manifest) -> None:
-    for name in manifest.files:
-        if (
-            any(part.startswith(".") or part == "" for part in name.split("/"))
-            or "\\" in name
-            or Path(name).is_absolute()
-        ):
-            raise ValueError(f"{name!r} is not the path of a file in the checkpoint's folder")
-    for kind, records in manifest.tensors.items():
-        for name, record in records.items():
-            _check_record(f"{kind} of {name}", record, manifest.files)
-    if WEIGHT not in manifest.tensors:
-        raise ValueError("no weights")
-
-
-def _check_record(name: str, record: TensorRecord, files: Mapping[str, FileRecord]) -> None:
-    """Check that slices lie inside the tensor, in listed files, and tile it."""
-    if record.dtype not in DTYPES:
-        raise ValueError(f"{name}: dtype {record.dtype!r}")
-    for one in record.slices:
-        if not len(one.offset) == len(one.shape) == len(record.shape):
-            raise ValueError(f"{name}: a slice of another rank")
-        if any(start + size > whole for start, size, whole in zip(one.offset, one.shape, record.shape, strict=True)):
-            raise ValueError(f"{name}: a slice that leaves the tensor")
-        if one.file not in files:
-            raise ValueError(f"{name}: {one.file!r} is not listed")
-    if sum(prod(one.shape) for one in record.slices) != prod(record.shape):
-        raise ValueError(f"{name}: its slices do not add up to {list(record.shape)}")
-    if _overlap(record.slices):
-        raise ValueError(f"{name}: slices that overlap")
-
-
-def _overlap(slices: tuple[Slice, ...]) -> bool:
-    """True if two slices share an element. Swept along the first dimension, so that many thin slices cost little."""
-    open_slices: list[Slice] = []
-    for one in sorted((one for one in slices if prod(one.shape)), key=lambda one: one.offset):
-        open_slices = [other for other in open_slices if not one.offset or _end(other) > one.offset[0]]
-        if any(_meet(one, other) for other in open_slices):
-            return True
-        open_slices.append(one)
-    return False
-
-
-def _end(one: Slice) -> int:
-    return one.offset[0] + one.shape[0]
-
-
-def _meet(one: Slice, other: Slice) -> bool:
-    ranges = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
-    return all(start < at + length and at < start + size for start, size, at, length in ranges)

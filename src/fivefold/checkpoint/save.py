@@ -24,19 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fivefold.checkpoint import model_folder, shard
+from fivefold.checkpoint.cut import WEIGHT, Cut, box, file_of, key_of, placed
 from fivefold.checkpoint.load import SCALARS, is_valid, scalar_types
-from fivefold.checkpoint.manifest import (
-    DTYPES,
-    NAME,
-    WEIGHT,
-    Contents,
-    FileRecord,
-    Manifest,
-    Slice,
-    TensorRecord,
-    joined,
-    read_manifest,
-)
+from fivefold.checkpoint.manifest import NAME, Manifest, read_manifest
+from fivefold.checkpoint.records import DTYPES, FileRecord, Part, TensorRecord, joined
 from fivefold.checkpoint.remote import Remote
 from fivefold.checkpoint.staging import Staging
 from fivefold.config import RunConfig
@@ -51,6 +42,7 @@ from fivefold.parallel import plain
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fsdp.runtime import reshard
 from fivefold.parallel.outer.runtime import OuterSteps
+from fivefold.parallel.placement import Placement
 from fivefold.parallel.sharding import by_block, numbers_each, regions_by_block
 from fivefold.parallel.state import state_of
 
@@ -78,13 +70,16 @@ class Metadata:
 
 @dataclass(frozen=True)
 class OwnedSlice:
-    """A block of a tensor of `shape` that this rank writes. `values` may be a view of the live tensor."""
+    """A block of a tensor of `shape` that this rank writes. `values` may be a view of the live tensor. `cut`, `first`:
+    the rule by which all ranks write this tensor, from rank `first` on."""
 
     kind: str
     name: str
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     values: Tensor
+    cut: Cut | None = None
+    first: int = 0
 
     @property
     def region(self) -> tuple[slice, ...]:
@@ -93,9 +88,14 @@ class OwnedSlice:
 
     @property
     def key(self) -> str:
-        """Identifies the tensor and the range, so that a misplaced slice is detected."""
-        ranges = ",".join(f"{one.start}:{one.stop}" for one in self.region)
-        return f"{self.kind}:{self.name}[{ranges}]"
+        """Its key in the file."""
+        return key_of(self.kind, self.name, box(self.region))
+
+    @property
+    def record(self) -> TensorRecord:
+        """The whole tensor."""
+        dtype = str(self.values.dtype).removeprefix("torch.")
+        return TensorRecord(shape=self.shape, dtype=dtype, cut=self.cut, rank=self.first)
 
 
 @dataclass(frozen=True)
@@ -285,14 +285,21 @@ def collect(
             _check_type(kind, name, tensor)
             if length := numbers_each(tensor.shape, parameter.shape, is_scale=kind.endswith(SCALE)):
                 shape = by_block(placement.shards[name].shape, length)
+                cut, first = placed(placement, name, length=length)
                 for whole, here in regions_by_block(placement.regions(name), length):
                     offset = tuple(one.start for one in whole)
-                    yield OwnedSlice(outer.prefix + kind, name, shape, offset, local(tensor)[here])
-            elif placement.shard_index(name).part == placement.shard_index(name).fsdp_rank == 0:
-                yield _whole(outer.prefix + kind, name, _same_on_all(tensor))
+                    yield OwnedSlice(outer.prefix + kind, name, shape, offset, local(tensor)[here], cut, first)
+            elif _is_first(placement, name):
+                yield _whole(placement, outer.prefix + kind, name, _same_on_all(tensor))
     if placement.is_first_of_stage and not gradients:
         kept = placement.buffers.keys() & stored.keys()
-        yield from (_whole(WEIGHT, name, buffer) for name, buffer in model.named_buffers() if name in kept)
+        yield from (_whole(placement, WEIGHT, name, buffer) for name, buffer in model.named_buffers() if name in kept)
+
+
+def _is_first(placement: Placement, name: str) -> bool:
+    """True on the first rank of a copy of a parameter."""
+    index = placement.shard_index(name)
+    return index.part == index.fsdp_rank == 0
 
 
 def _same_on_all(tensor: Tensor) -> Tensor:
@@ -304,14 +311,15 @@ def _same_on_all(tensor: Tensor) -> Tensor:
 def _in_common(outer: OuterSteps, name: str) -> Iterator[OwnedSlice]:
     """This rank's slices of what replicas that train apart have in common of a parameter."""
     placement = outer.plan.placement
+    cut, first = placed(placement, name)
     for kind, tensor in outer.kept(name).items():
         for whole, here in placement.regions(name):
             offset = tuple(one.start for one in whole)
-            yield OwnedSlice(kind, name, placement.shards[name].shape, offset, tensor[here])
+            yield OwnedSlice(kind, name, placement.shards[name].shape, offset, tensor[here], cut, first)
 
 
-def _whole(kind: str, name: str, tensor: Tensor) -> OwnedSlice:
-    return OwnedSlice(kind, name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+def _whole(placement: Placement, kind: str, name: str, tensor: Tensor) -> OwnedSlice:
+    return OwnedSlice(kind, name, tuple(tensor.shape), (0,) * tensor.ndim, tensor, Cut(), placement.rank)
 
 
 def _state(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) -> Mapping[str, Any]:
@@ -343,7 +351,7 @@ def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
                 "holds",
                 fix="save the model alone: ff.save(model, None, path)",
             )
-        if once and placement.is_owner(name, within_copy=outer.is_on):
+        if once and placement.is_owner(name, within_copy=outer.is_on) and _is_first(placement, name):
             found[name] = {outer.prefix + key: value for key, value in once.items()}
     numbers = iter(_floats([value for once in found.values() for value in once.values()]))
     return {name: {key: next(numbers) for key in once} for name, once in found.items()}
@@ -426,23 +434,36 @@ def _told(folder: Path, snapshot: _Snapshot, rank: int) -> dict[str, Any]:
         return {"error": f"rank {rank}: {error}"}
 
 
-def _write(folder: Path, snapshot: _Snapshot, rank: int) -> Contents:
+def _write(folder: Path, snapshot: _Snapshot, rank: int) -> Part:
     """Write this rank's slices, weights and optimizer state in a file each, and read them back."""
     by_file: dict[str, dict[str, OwnedSlice]] = {}
     for one in snapshot.slices:
-        file = f"{WEIGHT if one.kind == WEIGHT else 'optimizer'}-{rank:05d}{shard.SUFFIX}"
-        by_file.setdefault(file, {})[one.key] = one
+        by_file.setdefault(file_of(one.kind, rank), {})[one.key] = one
     records: dict[str, FileRecord] = {}
-    tensors = []
     for file, owned in by_file.items():
-        records[file], sums = shard.write(folder / file, {key: one.values for key, one in owned.items()})
-        for key, wrong in shard.check(folder / file, records[file].checksum, sums, list(owned)):
-            raise OSError(f"{folder / file}: {key}: {wrong}")
-        for key, one in owned.items():
-            stored = Slice(one.offset, tuple(one.values.shape), file, key, sums[key])
-            record = TensorRecord(one.shape, str(one.values.dtype).removeprefix("torch."), (stored,))
-            tensors.append((one.kind, one.name, record))
-    return Contents(files=records, scalars=snapshot.scalars, tensors=joined(tensors))
+        records[file] = shard.write(folder / file, {key: one.values for key, one in owned.items()})
+        for key, wrong in shard.check(folder / file, records[file].checksum, owned, owned):
+            raise OSError(f"{folder / file}: {key}{': ' * bool(key)}{wrong}")
+    numbers: dict[str, int] = {}
+    for one in snapshot.slices:
+        numbers[one.kind] = numbers.get(one.kind, 0) + one.values.numel()
+    return Part(files=records, scalars=snapshot.scalars, tensors=_described(snapshot.slices, rank), numbers=numbers)
+
+
+def _described(slices: Sequence[OwnedSlice], rank: int) -> dict[str, dict[str, TensorRecord]]:
+    """The tensors that this rank tells of: as the first one that has slices, or as one with others than the rule
+    says."""
+    owned: dict[tuple[str, str], list[OwnedSlice]] = {}
+    for one in slices:
+        owned.setdefault((one.kind, one.name), []).append(one)
+    found: dict[str, dict[str, TensorRecord]] = {}
+    for (kind, name), own in owned.items():
+        record, boxes = own[0].record, tuple(sorted(box(one.region) for one in own))
+        if boxes != tuple(sorted(record.of_rank(rank))):
+            record = replace(record, instead={rank: boxes})
+        if record.instead or record.first == rank:
+            found.setdefault(kind, {})[name] = record
+    return found
 
 
 def _publish(
@@ -452,7 +473,7 @@ def _publish(
         for part in told:
             if "error" in part:
                 raise OSError(part["error"])
-        parts = [Contents.from_tree(part) for part in told]
+        parts = [Part.from_tree(part) for part in told]
         manifest = _manifest(snapshot, parts, _write_texts(beside, snapshot.texts))
         files.write(beside / NAME, [manifest.to_json().encode()])
         files.sync_folder(beside)
@@ -508,13 +529,7 @@ def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileReco
     return records
 
 
-def _manifest(snapshot: _Snapshot, parts: Sequence[Contents], texts: dict[str, FileRecord]) -> Manifest:
-    tensors = joined(
-        (kind, name, record)
-        for part in parts
-        for kind, records in part.tensors.items()
-        for name, record in records.items()
-    )
+def _manifest(snapshot: _Snapshot, parts: Sequence[Part], texts: dict[str, FileRecord]) -> Manifest:
     scalars: dict[str, dict[str, float]] = {}
     for name, values in (item for part in parts for item in part.scalars.items()):
         scalars[name] = scalars.get(name, {}) | values
@@ -528,7 +543,7 @@ def _manifest(snapshot: _Snapshot, parts: Sequence[Contents], texts: dict[str, F
         scalars={name: scalars[name] for name in snapshot.names if name in scalars},
         tensors={
             kind: {name: records[name] for name in snapshot.names if name in records}
-            for kind, records in tensors.items()
+            for kind, records in joined(parts).items()
         },
     )
 

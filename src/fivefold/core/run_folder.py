@@ -8,7 +8,7 @@ RUN_FILES = {
     "history.jsonl": "a line for each start, its end, and events between: versions, machine, layout, data, schedule",
     "spread.json": "which rank holds what, what a step sends, when the slots of a pipeline ran; for fivefold report",
     "checkpoints/step-NNNNNN/": "a checkpoint; the newest checkpoint.keep are kept, and the best checkpoint.keep_best",
-    "checkpoints/step-NNNNNN/manifest.json": "every tensor: its slices, the file of each, and its checksum",
+    "checkpoints/step-NNNNNN/manifest.json": "how every tensor is cut, and the size and checksum of each file",
     "checkpoints/step-NNNNNN/weight-RRRRR.safetensors": "slices of the weights that rank R wrote",
     "checkpoints/step-NNNNNN/optimizer-RRRRR.safetensors": "slices of the optimizer state that rank R wrote",
     "checkpoints/step-NNNNNN/run.yaml": "the resolved run file of that step",

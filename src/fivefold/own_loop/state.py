@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from fivefold import checkpoint
 from fivefold.checkpoint import Checkpoint, Metadata, find_checkpoint
+from fivefold.checkpoint.cut import WEIGHT
 from fivefold.checkpoint.live import export_live, gathered
 from fivefold.checkpoint.load import restore
 from fivefold.checkpoint.manifest import NAME as MANIFEST
-from fivefold.checkpoint.manifest import WEIGHT
 from fivefold.checkpoint.save import standing
 from fivefold.core.errors import UserError
 from fivefold.own_loop.batches import leaves_inference_mode, on_every_rank, refusal
@@ -104,7 +104,7 @@ def load(model: ParallelModel, optimizer: torch.optim.Optimizer | None, path: st
     folder = standing(Path(path))
 
     def check() -> Checkpoint:
-        opened = Checkpoint.open(folder) if (folder / MANIFEST).exists() else find_checkpoint(folder)
+        opened = Checkpoint.described(folder) if (folder / MANIFEST).exists() else find_checkpoint(folder)
         if optimizer is not None:
             check_optimizer(optimizer, model)
             _check_fits(model, optimizer, opened)

@@ -24,13 +24,18 @@ def everywhere(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def on_first(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """Gather `value` of every rank of a group that spans the world, in rank order, on rank 0; None on the others."""
+    """Gather `value` of every rank of a group that spans the world, in rank order, on rank 0; None on the others. Each
+    is sent in its own size: one rank may say a thousand times more than the others."""
     mine = _encoded(value, group)
     sizes = _sizes(mine, group)
-    padded = _padded(mine, max(sizes))
-    gathered = list(padded.repeat(len(sizes), 1)) if dist.get_rank() == 0 else None
-    dist.gather(padded, gathered, dst=0, group=group)
-    return gathered and [_decoded(data, size) for data, size in zip(gathered, sizes, strict=True)]
+    if dist.get_rank():
+        dist.send(mine, dst=0, group=group)
+        return None
+    found = [_decoded(mine, len(mine))]
+    for rank, size in enumerate(sizes[1:], start=1):
+        dist.recv(sent := mine.new_empty(size), src=rank, group=group)
+        found.append(_decoded(sent, size))
+    return found
 
 
 def of_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:

@@ -69,7 +69,7 @@ class CheckpointManager:
             )
             if folder is None:
                 return Resumed()
-            opened = checkpoint.Checkpoint.open(Path(folder))
+            opened = checkpoint.Checkpoint.described(Path(folder))
             try:
                 checkpoint.restore(self._model, self._optimizer, opened)
             except checkpoint.CorruptCheckpoint as damage:  # on every rank

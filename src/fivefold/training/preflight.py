@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fivefold.checkpoint.size import check_manifest
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.step_folders import step_folder, steps
@@ -174,10 +173,9 @@ def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: i
 
 
 def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
-    """Bytes of a checkpoint: weights and optimizer state. Raises `UserError` if its manifest would be too large."""
+    """Bytes of a checkpoint: weights and optimizer state."""
     plan = state_of(model).plan
     kept = [name for names in rule_for(config.optimizer).state(plan.placement).values() for name in names]
-    check_manifest(plan.placement, kept)
     return plan.placement.checkpoint_bytes(kept, master_dtype(plan.layout.precision).itemsize)
 
 

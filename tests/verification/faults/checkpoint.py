@@ -128,7 +128,7 @@ def moments_of_another_parameter() -> Any:
     plain = load.CheckpointSource.read
 
     def read(self: Any, name: str, region: Any) -> Tensor:
-        is_moment = next(iter(self._records[name].slices)).key.startswith(MOMENTS)
+        is_moment = self.kind.startswith(MOMENTS)
         other = name.replace("k_proj.weight", "v_proj.weight") if is_moment else name
         return plain(self, other, region)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.checkpoint.load import number_of_type, scalar_types
-from fivefold.checkpoint.manifest import DTYPES
+from fivefold.checkpoint.records import DTYPES
 from fivefold.core.errors import first_line
 
 _SHAPES = {1: (4,), 2: (4, 6)}  # tensors of a trial, by their number of dimensions
