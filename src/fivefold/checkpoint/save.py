@@ -532,7 +532,7 @@ def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileReco
 def _manifest(snapshot: _Snapshot, parts: Sequence[Part], texts: dict[str, FileRecord]) -> Manifest:
     scalars: dict[str, dict[str, float]] = {}
     for name, values in (item for part in parts for item in part.scalars.items()):
-        scalars[name] = scalars.get(name, {}) | values
+        scalars.setdefault(name, {}).update(values)
     return Manifest(
         step=snapshot.about.step,
         layout=snapshot.layout,

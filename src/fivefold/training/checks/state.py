@@ -88,11 +88,11 @@ def _outvoted(by_rank: Mapping[int, tuple[list[int], int]]) -> tuple[int, ...]:
     for rank, (copies, value) in by_rank.items():
         values.setdefault(tuple(copies), {}).setdefault(value, []).append(rank)
     wrong = set[int]()
-    for copies, camps in values.items():
+    for replicas, camps in values.items():
         most = max(camps.values(), key=len)
-        if 2 * len(most) <= len(copies):
+        if 2 * len(most) <= len(replicas):
             return ()
-        wrong |= {*copies} - {*most}
+        wrong |= {*replicas} - {*most}
     return tuple(sorted(wrong))
 
 
