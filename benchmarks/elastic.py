@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,6 +41,7 @@ SMALL = (
     f"data.train={Path(__file__).parents[1] / 'README.md'}", "data.seq_length=64", "data.validation=0",
     "train.micro_batch_size=1", "train.global_batch_size=12", "train.check_every=1", "train.max_restarts=20",
 )  # fmt: skip
+STEADY = ("scheduler.name=constant", "scheduler.warmup_steps=20")  # rates that do not depend on the number of steps
 TOLERANCE = 1e-4  # relative, of the loss of a step: sums in another order
 PATIENCE = 180.0  # seconds without a new step until a run is given up
 EVERY = 60.0  # seconds between two kills, on average, for goodput
@@ -76,46 +78,47 @@ def next_step(folder: Path, places: list[str]) -> dict[str, Any]:
     for number in (0, 1):
         with Run(folder, f"demo-{number}", "1:2", places, "checkpoint.every=10", "train.max_steps=2000") as run:
             run.start(0), run.start(1)
-            run.wait(lambda run=run: run.step >= 25 and len(load(run.path).starts) >= 1)  # type: ignore[misc]
+            run.wait(lambda run=run: run.step >= 25 and run.nodes == 2)  # type: ignore[misc]
             seconds.append(run.kill(number))
     return {"ok": max(seconds) <= 10, "seconds": [round(each, 1) for each in seconds]}
 
 
 def kills(folder: Path, places: list[str], count: int) -> dict[str, Any]:
-    """Kill and start random nodes until `count` have been killed, and compare with the run left alone."""
-    rng, killed, seconds = random.Random(1), 0, list[float]()
-    steps = 20 * count + 60
-    settings = (*SMALL, "checkpoint.every=5", f"train.max_steps={steps}")
-    with Run(folder, "alone", "", places, *settings) as alone:
-        alone.start(0)
-        alone.wait(lambda: alone.ended == 0)
-    with Run(folder, "run", "1:4", places, *settings) as run:
-        for node in range(4):
-            run.start(node)
-        run.wait(lambda: run.step >= 10)
-        wanted = [2, 3, 4]  # nodes at the end of each leg: 4 -> 2 -> 3 -> 4
-        while killed < count and run.ended is None:
-            target = wanted[0]
-            wanted = [*wanted[1:], target]
-            while len(run.there) > target and killed < count:
+    """Kill and start random nodes until `count` have been killed while all that were wanted trained; stop all, start
+    all again for the last steps, and compare with the run left alone."""
+    rng, seconds, settings = random.Random(1), list[float](), (*SMALL, *STEADY, "checkpoint.every=5")
+    with Run(folder, "run", "1:4", places, *settings, "train.max_steps=1M") as run:
+        wanted = cycle([4, 2, 3])  # nodes at the end of each leg: 4 -> 2 -> 3 -> 4
+        while len(seconds) < count:
+            target = next(wanted)
+            while len(run.there) > target and len(seconds) < count:
                 seconds.append(run.kill(rng.choice(run.there)))
-                killed += 1
-            while len(run.there) < target:
-                run.start(rng.choice([node for node in range(4) if node not in run.there]))
+            for node in [node for node in range(4) if node not in run.there][: target - len(run.there)]:
+                run.start(node)
+            run.wait(lambda: run.nodes == len(run.there))
             step = run.step + rng.randrange(5, 25)
-            run.wait(lambda step=step: run.step >= step or run.ended is not None)  # type: ignore[misc]
+            run.wait(lambda step=step: run.step >= step)  # type: ignore[misc]
+        run.stop()
+        steps, codes = run.step + 20, list[int | None]()
+        last = f"train.max_steps={steps}"
+        for node in range(4):
+            run.start(node, last)
         run.wait(lambda: run.ended is not None)
-        code = run.ended
+        codes.append(run.ended)
+    with Run(folder, "alone", "", places, *settings, last) as alone:
+        alone.start(0)
+        alone.wait(lambda: alone.ended is not None)
+        codes.append(alone.ended)
     rows, other = run.rows, alone.rows
     apart = max(
         (abs(a["train/loss"] / b["train/loss"] - 1) for a, b in zip(rows, other, strict=False)), default=float("inf")
     )
-    every_step_once = [row["step"] for row in rows] == list(range(1, steps + 1))
+    every_step_once = [row["step"] for row in rows] == list(range(1, steps + 1)) == [row["step"] for row in other]
     same_rows = [row["train/tokens_seen"] for row in rows] == [row["train/tokens_seen"] for row in other]
     worlds = [start.about.get("nodes") for start in load(run.path).starts]
     return {
-        "ok": code == 0 and every_step_once and same_rows and apart <= TOLERANCE and killed >= count,
-        "kills": killed, "steps": steps, "exit_code": code, "every_step_once": every_step_once,
+        "ok": codes == [0, 0] and every_step_once and same_rows and apart <= TOLERANCE,
+        "kills": len(seconds), "steps": steps, "exit_codes": codes, "every_step_once": every_step_once,
         "same_tokens_at_every_step": same_rows, "largest_relative_difference_of_a_loss": apart,
         "last_loss": [row["train/loss"] for row in (rows[-1:] + other[-1:])],
         "starts_by_nodes": {str(nodes): worlds.count(nodes) for nodes in sorted({*worlds}, key=str)},
@@ -131,7 +134,7 @@ def goodput(folder: Path, places: list[str], seconds: float) -> dict[str, Any]:
     for name, share in (("alone", 1 / 3), ("goodput", 1.0)):
         with Run(folder, name, "1:2", places, *settings) as run:
             run.start(0), run.start(1)
-            run.wait(lambda run=run: [start.about.get("nodes") for start in load(run.path).starts][-1:] == [2])  # type: ignore[misc]
+            run.wait(lambda run=run: run.nodes == 2)  # type: ignore[misc]
             began, first = time.monotonic(), run.step
             next_kill = rng.expovariate(1 / EVERY) if share == 1 else float("inf")
             while (now := time.monotonic() - began) < share * seconds:
@@ -167,14 +170,14 @@ class Run:
         for node in list(self._nodes):
             self._end(node)
 
-    def start(self, node: int) -> None:
+    def start(self, node: int, *settings: str) -> None:
         """Start a node, or start it again."""
         place = self._places[node]
         env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "eth0"} if place else {})
         with (self.path.parent / f"{self.path.name}-{node}.log").open("ab") as log:
             self._nodes[node] = subprocess.Popen(
-                [*(["ip", "netns", "exec", place] if place else []), *self._command], stdout=log, stderr=log, env=env,
-                start_new_session=True,
+                [*(["ip", "netns", "exec", place] if place else []), *self._command, *settings],
+                stdout=log, stderr=log, env=env, start_new_session=True,
             )  # fmt: skip
 
     def kill(self, node: int, *, wait: bool = True) -> float:
@@ -184,6 +187,13 @@ class Run:
         if wait:
             self.wait(lambda: self.ended is not None or self._has_begun(starts))
         return time.monotonic() - began
+
+    def stop(self) -> None:
+        """Ask all nodes to save and end."""
+        for process in self._nodes.values():
+            process.send_signal(signal.SIGTERM)
+        for process in self._nodes.values():
+            process.wait(PATIENCE)
 
     def wait(self, condition: Callable[[], bool]) -> None:
         """Wait. Raises `TimeoutError` if no step is made meanwhile for long."""
@@ -199,6 +209,12 @@ class Run:
     def there(self) -> list[int]:
         """The nodes that run."""
         return sorted(node for node, process in self._nodes.items() if process.poll() is None)
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes that train, once they have made a step."""
+        starts = load(self.path).starts
+        return int(starts[-1].about.get("nodes", 1)) if starts and self.step > starts[-1].step else 0
 
     @property
     def ended(self) -> int | None:

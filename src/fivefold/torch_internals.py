@@ -974,7 +974,7 @@ _NEEDED: Mapping[str, str] = {
     "distributed.ProcessGroup": "_get_backend",
     "distributed.distributed_c10d": "_get_default_store _resolve_process_group _set_pg_timeout",
     "distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler": "_heartbeat_lock _op_executor "
-    "_state_holder _this_node",
+    "_state_holder",
     "distributed.elastic.rendezvous.dynamic_rendezvous": "_Action _NodeDesc _RendezvousState",
     "distributed.elastic.rendezvous.dynamic_rendezvous._NodeDesc": "addr pid",
     "distributed.elastic.rendezvous.dynamic_rendezvous._BackendRendezvousStateHolder": "_last_sync_time",

@@ -27,6 +27,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.units import parse_nodes
 from fivefold.launch import nodes as launch_nodes
 from fivefold.launch.failure import Suspected, WorkerDied
+from fivefold.launch.folder import FolderLock, held
 from fivefold.launch.nodes import (
     HEARTBEAT,
     MISSED,
@@ -269,6 +270,15 @@ def test_a_node_of_a_round_that_is_over_ends_nothing(tmp_path: Path) -> None:
     assert not meeting.end(first) and not meeting.has_ended()
     assert meeting.end(second) and meeting.has_ended()
     meeting.close()
+
+
+def test_nodes_share_their_run_folder_with_no_other_run(tmp_path: Path) -> None:
+    with held(tmp_path), held(tmp_path), pytest.raises(UserError, match="another run writes to"):
+        FolderLock(tmp_path)
+    lock = FolderLock(tmp_path)
+    with pytest.raises(UserError, match="another run writes to"), held(tmp_path):
+        pass
+    lock.release()
 
 
 def test_nodes_that_were_started_differently_are_refused_by_name(tmp_path: Path) -> None:
