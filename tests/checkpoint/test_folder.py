@@ -74,7 +74,7 @@ def test_a_step_that_is_a_link_is_removed_and_what_it_points_at_stays(tmp_path: 
     assert steps(run) == [5, 10, 20, 30]
     _start(run / ".tmp-step-000040", run / "step-000040")
     assert {path.name for path in run.glob(".tmp-*")} == {".tmp-step-000040"}
-    _retain(run / "step-000030", 2, Metadata(step=30, state={}))
+    _retain(run / "step-000030", 2, Metadata(step=30, state={}), room=run)
     assert steps(run) == [20, 30]
     assert [path.name for path in tmp_path.glob("archive/*/*")] == ["manifest.json"]
 
@@ -94,7 +94,7 @@ def test_an_old_step_that_cannot_be_removed_stops_no_save(
     monkeypatch.setattr(files, "remove", refused)
     _start(tmp_path / ".tmp-step-000005", tmp_path / "step-000005")
     assert (tmp_path / ".tmp-step-000005").is_dir()
-    _retain(tmp_path / "step-000004", 1, Metadata(step=4, state={}))
+    _retain(tmp_path / "step-000004", 1, Metadata(step=4, state={}), room=tmp_path)
     assert steps(tmp_path) == [4]
     said = capsys.readouterr().err.splitlines()
     assert said == [

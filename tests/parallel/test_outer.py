@@ -241,7 +241,7 @@ def test_a_plan_divides_an_outer_step_by_its_period_and_counts_what_replicas_kee
     """Of Llama 3.2 1B, whose 1,235,814,400 numbers lie on 8 devices of each of two nodes, in fp32: half of what a
     device has goes to the other node to be summed, and half of it comes back, over 2 GB/s."""
     cluster, numbers = Cluster.parse("2x8xH100"), 1_235_814_400 // 8
-    slow = replace(cluster.node, between=replace(cluster.node.between, gbs=2.0))
+    slow = replace(cluster.node, between=replace(cluster.node.between, gbs=2.0, fraction=1.0))
     priced = PriceList(facts_of_config("llama-3.2-1b"), replace(cluster, node=slow), ENGINES["fivefold"])
     apart, at_once, summed_up = (
         Step(priced, Layout.parse(f"dp2.shard8{words}"), Workload(512, 16)) for words in ("+outer50", "+outer1", "")
