@@ -18,6 +18,7 @@ from fivefold.parallel.matrices.runtime import FullMatrices
 from fivefold.parallel.state import state_of
 from fivefold.training import checks
 from fivefold.training import run as run_module
+from fivefold.training.checks import pace
 from fivefold.training.checks.state import hashes
 from fivefold.training.optimizers import build_optimizer, rule_of
 from fivefold.training.optimizers.muon import Muon
@@ -60,6 +61,13 @@ def findings(
         found += checks.moved(model, optimizer, update, rule=rule_of(case.optimizer))
         found += checks.rates(model, optimizer, rate, updates=step + 1)
     return found
+
+
+def with_slow_rank(tree: dict[str, Any], may_leave: bool) -> Ran:
+    """Train on this rank, where rank 1 computes slowly. `may_leave`: nodes may be left out."""
+    slow = patch.object(pace, "_seconds", lambda _: 3.0 if dist.get_rank() == 1 else 1.0)
+    with slow, patch.object(run_module.Trainer, "_may_leave_out", may_leave):
+        return on_rank(tree)
 
 
 # ---- faults of weights and moments -----------------------------------------------------------------------------------

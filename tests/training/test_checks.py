@@ -10,6 +10,7 @@ import torch
 
 from fivefold.checkpoint import steps
 from fivefold.core.errors import RunFailed
+from fivefold.core.history import load
 from fivefold.data import PackedRows
 from fivefold.launch.failure import Suspected
 from fivefold.training import checks
@@ -347,6 +348,19 @@ def test_of_copies_that_differ_those_are_wrong_that_most_are_not(values: list[in
     copies = list(range(len(values)))
     seen = {rank: (copies, value) for rank, value in enumerate(values)}
     assert _outvoted(seen) == wrong
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("may_leave", [False, True])
+def test_a_run_names_its_straggler_and_ends_saved_if_it_may_leave(may_leave: bool, tmp_path: Path) -> None:
+    tree = run_file(tmp_path, train__check_every=1)
+    ran = run_ranks(2, partial(checked.with_slow_rank, tree, may_leave))[0]
+    told = "rank 1 computes 3.0 times as slowly as the usual one"
+    assert f"note: step 3: {told}" in ran.screen
+    assert [(event.kind, event.step, event.what) for event in load(run_dir(tree)).events] == [("straggler", 3, told)]
+    assert column(tree, "step") == ([1, 2, 3] if may_leave else [1, 2, 3, 4, 5, 6])
+    assert (3 in steps(run_dir(tree) / "checkpoints")) == may_leave
+    assert isinstance(ran.error, Suspected) == may_leave
 
 
 def test_a_straggler_is_named_after_three_checks_in_a_row() -> None:
