@@ -50,9 +50,7 @@ def test_a_checkpoint_has_the_slices_that_are_counted(tmp_path: Path, subtests: 
             assert counted["slices"] == len(slices)
             assert counted["files"] == len([*folder.glob("*.safetensors")])
             assert not any(record.instead for kind in manifest.tensors.values() for record in kind.values())
-            assert counted["manifest_bytes"] == pytest.approx(
-                (folder / NAME).stat().st_size, rel=0.15
-            )  # settings of the run, too
+            assert 0 < (folder / NAME).stat().st_size - counted["manifest_bytes"] < 2000  # settings, and model/
             tensors = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             assert counted["checkpoint_bytes"] == pytest.approx(tensors, rel=0.1)  # headers of small files
 
@@ -65,9 +63,9 @@ def test_a_manifest_grows_with_files_alone() -> None:
     assert len(large) - len(small) < 36 * 2 * (16_384 - 64) and len(large) < 1.4e6
     began = time.process_time()
     read = Manifest.from_json(large, where="here")
-    found = list(looked_up(read, lower(facts, Layout(dp_shard=8192), 0).placement, 4096))
+    found = list(looked_up(read, lower(facts, Layout(dp_shard=8192), 0).placement, 1))
     assert time.process_time() - began < 5  # 85 s when each slice was listed
-    assert 500 < len(found) < 2 * len(facts.parameters) * 3  # two slices of each tensor, under half as many ranks
+    assert 0 <= len(found) - 3 * len(facts.parameters) <= 3 * len(facts.parameters)  # one or two slices of each tensor
 
 
 @pytest.mark.full
