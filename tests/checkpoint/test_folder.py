@@ -234,6 +234,15 @@ def test_a_damaged_step_is_passed_over(run: Path, damage: str) -> None:
 
 
 @pytest.mark.full
+def test_a_rule_that_the_files_do_not_bear_out_is_refused(run: Path) -> None:
+    """It tiles the tensor and is signed: the keys in the files say otherwise."""
+    folder = run / "checkpoints" / "step-000300"
+    _edited(lambda tree: _first_record(tree)["shape"].reverse())(folder)
+    with pytest.raises(CorruptCheckpoint, match="it holds other tensors than it should; it should hold weight of"):
+        Checkpoint.open(folder).verify()
+
+
+@pytest.mark.full
 def test_a_later_format_is_no_damage(run: Path) -> None:
     folder = run / "checkpoints" / "step-000300"
     _edited(lambda tree: tree.update(version=3))(folder)

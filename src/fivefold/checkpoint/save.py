@@ -351,10 +351,11 @@ def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
                 "holds",
                 fix="save the model alone: ff.save(model, None, path)",
             )
-        if once and placement.is_owner(name, within_copy=outer.is_on) and _is_first(placement, name):
+        if once and placement.is_owner(name, within_copy=outer.is_on):
             found[name] = {outer.prefix + key: value for key, value in once.items()}
-    numbers = iter(_floats([value for once in found.values() for value in once.values()]))
-    return {name: {key: next(numbers) for key in once} for name, once in found.items()}
+    numbers = iter(_floats([value for once in found.values() for value in once.values()]))  # of every rank: they meet
+    read = {name: {key: next(numbers) for key in once} for name, once in found.items()}
+    return {name: once for name, once in read.items() if _is_first(placement, name)}
 
 
 def _floats(values: Sequence[Tensor | float]) -> list[float]:
