@@ -70,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.write_docs:
         found = json.loads(RESULT.read_text())
         draw(found["rows"], PICTURE)
-        return put_between(BEGIN, END, table(found["rows"], found["chosen"]), PAGE)
+        text = f"![Seconds of a step under each limit, measured and planned]({PICTURE.name})"
+        return put_between(BEGIN, END, f"{text}\n\n{table(found['rows'], found['chosen'])}", PAGE)
     if why := lacks():
         parser.exit(1, f"no slow link here: {why}\n")
     with tempfile.TemporaryDirectory() as folder, namespaces():
