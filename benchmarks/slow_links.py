@@ -13,7 +13,7 @@ is not fitted to any step.
 - **MB a node sends** in a step are counted by the device: headers included.
 - **waits** is what the limit adds: seconds of a step beyond those of the same layout without one.
 - **loss** is that of step 20, without a limit.
-- the best by plan stands beside the best by measurement.
+- the best by plan stands beside the best by measurement, and beside them what `fivefold plan` chooses of all layouts.
 """
 
 import argparse
@@ -68,9 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.node is not None:
         return run_node(args)
     if args.write_docs:
-        rows = json.loads(RESULT.read_text())["rows"]
-        draw(rows, PICTURE)
-        return put_between(BEGIN, END, table(rows), PAGE)
+        found = json.loads(RESULT.read_text())
+        draw(found["rows"], PICTURE)
+        text = f"![Seconds of a step under each limit, measured and planned]({PICTURE.name})"
+        return put_between(BEGIN, END, f"{text}\n\n{table(found['rows'], found['chosen'])}", PAGE)
     if why := lacks():
         parser.exit(1, f"no slow link here: {why}\n")
     with tempfile.TemporaryDirectory() as folder, namespaces():
@@ -83,9 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = json.loads((args.folder / "found.json").read_text())
     from common import machine
 
-    rows = with_plans(found["rows"], found["hardware"])
-    args.out.write_text(json.dumps({"machine": machine(), **found, "rows": rows}, indent=1) + "\n")
-    print(table(rows))
+    found |= with_plans(found["rows"], found["hardware"])
+    args.out.write_text(json.dumps({"machine": machine(), **found}, indent=1) + "\n")
+    print(table(found["rows"], found["chosen"]))
 
 
 # ---- the link --------------------------------------------------------------------------------------------------------
@@ -239,8 +240,8 @@ def config_of(model: Path, layout: str, steps: int, folder: Path) -> Any:
 # ---- the planner -----------------------------------------------------------------------------------------------------
 
 
-def with_plans(rows: list[Row], hardware: dict[str, str]) -> list[Row]:
-    """Add the planner's seconds to the rows."""
+def with_plans(rows: list[Row], hardware: dict[str, str]) -> dict[str, Any]:
+    """The rows with the planner's seconds, and the layout that the planner chooses under each rate."""
     from transformers import LlamaConfig
 
     from fivefold.hardware.cluster import Cluster
@@ -249,18 +250,28 @@ def with_plans(rows: list[Row], hardware: dict[str, str]) -> list[Row]:
     from fivefold.planner.engines import ENGINES
     from fivefold.planner.estimate import Step, Workload
     from fivefold.planner.price import PriceList
+    from fivefold.planner.search import search
 
     facts, cores = facts_of(build_meta(LlamaConfig(**LLAMA))), len(os.sched_getaffinity(0))
 
-    def planned(row: Row) -> float:
-        cluster = Cluster.of_toml(hardware[str(row["rate"])], "what was calibrated")
+    def priced(rate: str) -> PriceList:
+        cluster = Cluster.of_toml(hardware[rate], "what was calibrated")
         share = min(1.0, cores / cluster.world)  # of a core: both nodes are on this machine
         chip = replace(cluster.chip.times(share), launch_us=cluster.chip.launch_us / share)
-        prices = PriceList(facts, replace(cluster, chip=chip), ENGINES["fivefold"])
-        layout = config_of(Path("model"), row["layout"], 1, Path("runs/none")).layout.resolve(cluster.world)
-        return Step(prices, layout, Workload(LENGTH, ROWS)).seconds
+        return PriceList(facts, replace(cluster, chip=chip), ENGINES["fivefold"])
 
-    return [{**row, "planned": planned(row)} for row in rows]
+    prices, workload = {rate: priced(rate) for rate in hardware}, Workload(LENGTH, ROWS)
+
+    def planned(row: Row) -> float:
+        layout = config_of(Path("model"), row["layout"], 1, Path("runs/none")).layout.resolve(len(NODES) * RANKS)
+        return Step(prices[str(row["rate"])], layout, workload).seconds
+
+    given = {"precision": "fp32"}  # as all rows are trained
+    chosen = {rate: search(listed, workload, given=given).best[0] for rate, listed in prices.items()}
+    return {
+        "rows": [{**row, "planned": planned(row)} for row in rows],
+        "chosen": {rate: {"layout": str(one.layout), "planned": one.step_seconds} for rate, one in chosen.items()},
+    }
 
 
 # ---- what is shown ---------------------------------------------------------------------------------------------------
@@ -270,9 +281,10 @@ def named(rate: int) -> str:
     return f"{rate:,} Mbit/s" if rate else "no limit"
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row], chosen: dict[str, Row]) -> str:
     """For each layout: MB that a node sends in a step, the loss, and under each rate the seconds of a step, how many of
-    them it waits for the link, and how far off the plan is. Then what is best under each rate."""
+    them it waits for the link, and how far off the plan is. Then what is best under each rate, and what the planner
+    chooses of all layouts."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     free = {row["layout"]: row["seconds"] for row in rows if row["rate"] == 0}
     lines = ["| layout | MB | loss | " + " | ".join(f"{named(rate)}: s (waits), planned" for rate in rates) + " |"]
@@ -290,9 +302,11 @@ def table(rows: Sequence[Row]) -> str:
     for rate in rates:
         of_rate = [row for row in rows if row["rate"] == rate]
         by = [min(of_rate, key=lambda row, key=key: row[key])["layout"] for key in ("planned", "seconds")]  # type: ignore[misc]
-        best.append(f"| {named(rate)} | `{by[0]}` | `{by[1]}` |")
+        choice = chosen[str(rate)]
+        best.append(f"| {named(rate)} | `{by[0]}` | `{by[1]}` | `{choice['layout']}`, {choice['planned']:.2f} s |")
     off = [abs(row["planned"] / row["seconds"] - 1) for row in rows]
-    lines += ["", "| link | best by plan | best by measurement |", "| --- | --- | --- |", *best, ""]
+    heads = ("link", "best by plan", "best by measurement", "`fivefold plan` chooses")
+    lines += ["", f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads), *best, ""]
     lines.append(f"The plan is {median(off):.0%} off at the median of {len(off)} steps, {max(off):.0%} at most.")
     return "\n".join(lines)
 
@@ -304,16 +318,22 @@ def draw(rows: Sequence[Row], target: Path) -> None:
 
     mpl.rcParams["svg.hashsalt"] = "fivefold"
     rates = list(dict.fromkeys(row["rate"] for row in rows))
-    figure, panels = plt.subplots(1, len(rates), figsize=(3.1 * len(rates), 3.4), sharey=True, layout="constrained")
+    free = {row["layout"]: row["seconds"] for row in rows if row["rate"] == 0}
+    size = (3.1 * len(rates), 3.4)
+    figure, (panels,) = plt.subplots(1, len(rates), figsize=size, sharey=True, layout="constrained", squeeze=False)
     for panel, rate in zip(panels, rates, strict=True):
         found = [row for row in rows if row["rate"] == rate][::-1]
         names = [row["layout"] for row in found]
-        panel.barh(names, [row["seconds"] for row in found], color="#7aa6c2", label="measured")
+        least = [min(row["seconds"], free.get(row["layout"], row["seconds"])) for row in found]
+        waits = [row["seconds"] - own for row, own in zip(found, least, strict=True)]
+        panel.barh(names, least, color="#7aa6c2", label="measured: as without a limit")
+        panel.barh(names, waits, left=least, color="#d98b5f", label="measured: waits for the link")
         panel.plot([row["planned"] for row in found], names, "k|", markersize=12, markeredgewidth=2, label="planned")
         panel.set_title(named(rate), fontsize=10)
         panel.set_xlabel("seconds of a step")
     panels[-1].legend(fontsize=8)
-    figure.savefig(target, metadata={"Date": None})
+    figure.savefig(target, metadata={"Date": None} if target.suffix == ".svg" else None)
+    plt.close(figure)
 
 
 if __name__ == "__main__":
