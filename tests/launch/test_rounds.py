@@ -64,7 +64,7 @@ def test_rows_of_an_earlier_round_reach_no_file_of_a_later_one(tmp_path: Path) -
     assert steps(path) == [1, 2, 3]
     again = JsonLines(path, last_step=1, say=said.append, room=room(tmp_path, 1))  # it stood still as it began
     again.write({"step": 2})
-    assert steps(path) == [1, 2, 3] and any("cannot be written" in line for line in said)
+    assert steps(path) == [1, 2, 3] and said == []
     second.write({"step": 4})
     assert steps(path) == [1, 2, 3, 4]
 

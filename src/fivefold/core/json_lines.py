@@ -149,6 +149,9 @@ class JsonLines:
             return Lines()
 
     def _flush(self) -> None:
+        if self._room and not self._room.is_dir():  # said once, by who holds the room
+            self._waiting.clear()
+            return
         late = len(self._waiting) - 1
         try:
             if self._descriptor is not None and self._is_removed():

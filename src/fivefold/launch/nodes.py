@@ -79,7 +79,7 @@ class Round:
     """The nodes that train together until one is gone or another one comes; this one is number `node`.
 
     `number`: greater than that of any round before. `meets`: `host:port` for the ranks. `store`: for the launchers of
-    this round, also once it is over.
+    this round, also once it is over. `missed`: there was a round without this node since its last one.
     """
 
     number: int
@@ -88,6 +88,7 @@ class Round:
     meets: str
     store: Any
     wait: Callable[[list[str]], None]
+    missed: bool = False
 
     def agreed(self, choose: Callable[[Sequence[Member]], str]) -> str:
         """What the first node chooses, on all of them. Raises `NodesChanged` if it is gone before."""
@@ -140,6 +141,7 @@ class Meeting:
     ) -> None:
         self._folder, self._least, self._timeout = run_dir / FOLDER, least, timeout
         self._there: frozenset[str] = frozenset()
+        self._last = 0  # number of the last round of this node
         here = address()
         self._presence = _Presence(self._folder, here)
         try:
@@ -173,6 +175,7 @@ class Meeting:
                 more="docs/howto/elastic.md",
             ) from error
         self._there, number = participants(self._rendezvous), round_of(self._rendezvous)
+        missed, self._last = 0 < self._last < number - 1, number
         self._clock.all_there = self._presence.has_all  # the first time nodes may be about to start
         mine = Member(socket.gethostname(), os.getpid(), workers)
         info.store.set(f"member/{info.rank}", json.dumps(mine))
@@ -181,7 +184,7 @@ class Meeting:
         wait(keys)
         members = [Member(*json.loads(info.store.get(key))) for key in keys]
         met = info.bootstrap_store_info
-        return Round(number, info.rank, members, f"{met.master_addr}:{met.master_port}", info.store, wait)
+        return Round(number, info.rank, members, f"{met.master_addr}:{met.master_port}", info.store, wait, missed)
 
     def _wait(self, store: Any, keys: list[str]) -> None:
         """Wait for values of the other nodes of this round. Raises `NodesChanged` if one is gone, and `Ended`."""

@@ -206,6 +206,8 @@ class _Node:
         before, self._before = self._before, current
         if not before:
             return
+        if current.missed:
+            say("the other nodes had gone on without this one; it takes part again")
         saved = last_saved_step(self._config)
         origin = f"goes on from step {saved}" if saved else "starts again"
         difference = changed(before.members, current.members, before.left())
