@@ -258,7 +258,8 @@ def with_plans(rows: list[Row], hardware: dict[str, str]) -> dict[str, Any]:
         cluster = Cluster.of_toml(hardware[rate], "what was calibrated")
         share = min(1.0, cores / cluster.world)  # of a core: both nodes are on this machine
         chip = replace(cluster.chip.times(share), launch_us=cluster.chip.launch_us / share)
-        return PriceList(facts, replace(cluster, chip=chip), ENGINES["fivefold"])
+        node = replace(cluster.node, cores=max(1, cores // cluster.nodes))  # a waiting stage leaves its core to others
+        return PriceList(facts, replace(cluster, chip=chip, node=node), ENGINES["fivefold"])
 
     prices, workload = {rate: priced(rate) for rate in hardware}, Workload(LENGTH, ROWS)
 
