@@ -41,6 +41,8 @@ def agreement(
     keys = {key: value for key, value in keys.items() if key not in _COMPUTED}
     if keys[STATES] == KEYS["state_dtype"].file_default:  # absent, as in checkpoints older than the key
         del keys[STATES]
+    if keys["data.balance_documents"] == 1:  # likewise
+        del keys["data.balance_documents"]
     keys["data.bos"] = bos
     default = type(config.balance)().model_dump()
     keys |= {f"balance.{key}": value for key, value in tree["balance"].items() if value != default[key]}
