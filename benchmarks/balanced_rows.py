@@ -1,4 +1,5 @@
-"""Rows shared out over data ranks by their cost (`data.balance_rows`) and by order: how long the ranks wait.
+"""Rows shared out over data ranks by their cost (`data.balance_rows`) and by order, and documents of a row in an order
+for the ranks of cp (`data.balance_documents`) and as packed: how long the ranks wait.
 
     python benchmarks/balanced_rows.py              writes results/balanced_rows.json and the table of
                                                     docs/evidence/balanced_rows.md; seconds
@@ -11,6 +12,8 @@ First by arithmetic, for Llama 3.1 8B on many ranks: a micro batch takes the FLO
 begins when the slowest one before it has ended. Then with times in place of FLOPs: forward and backward of each row are
 timed, as processor time of one thread, on a Llama with 3 layers of width 128, rows of 4,096 tokens, fp32. How long
 ranks wait follows from the times of their rows. Nothing is sent.
+
+Ranks of cp have equal tokens of a row, and so equal matmuls; the pairs of a query and a key that each has are counted.
 """
 
 import argparse
@@ -28,6 +31,7 @@ from transformers import AutoConfig
 
 from common import RESULTS, SEED
 from fivefold.data.batch import Piece, assemble
+from fivefold.data.documents import ordered, pairs_by_rank
 from fivefold.data.pack import pack
 from fivefold.data.shares import row_cost, shares, waiting
 from fivefold.launch.world import alone, join
@@ -44,6 +48,8 @@ BEGIN, END = "<!-- table: python benchmarks/balanced_rows.py -->", "<!-- end of 
 MEDIAN, SIGMA = 1000, 1.5  # tokens of a document
 MODEL, PLANNED_BATCHES = "llama-3.1-8b", 20
 LENGTHS, PLANNED = (8192, 32768, 131072), ((8, 8), (64, 8), (64, 1))  # data ranks, micro batches of a rank
+CP, CP_ROWS = (2, 4, 8, 16, 32, 64), 100
+CP_BEGIN, CP_END = "<!-- table: documents of a row -->", "<!-- end of documents -->"
 BATCH, LENGTH, VOCABULARY, RANKS = 16, 4096, 2048, (2, 4, 8)
 KINDS = {"by order": False, "by cost": True}
 
@@ -83,6 +89,35 @@ def planned() -> list[dict[str, Any]]:
                 for kind, balance in KINDS.items()
             }
             found.append({"length": length, "ranks": ranks, "micro_batches": times, **waited})
+    return found
+
+
+def under_cp() -> list[dict[str, Any]]:
+    """The part of their time that the ranks of cp wait in a row, of all FLOPs and of those of attention; and documents,
+    by tokens, on more ranks than their lengths ask for. Means over rows, before and after they are ordered."""
+    costs, found = Costs.of(facts_of_config(MODEL)), []
+    for length in LENGTHS:
+        rows = [np.array(row, np.int64) for row in packed_rows(CP_ROWS, length)]
+        for ranks in CP:
+            chosen = {"as packed": rows, "ordered": [row[ordered(row, length, ranks)] for row in rows]}
+            numbers: dict[str, Any] = {"length": length, "ranks": ranks}
+            for kind, every in chosen.items():
+                pairs = np.array([pairs_by_rank(row, length, ranks) for row in every])
+                flops = 2 * costs.per_squared_length * pairs + costs.per_token * length // ranks
+                each = np.arange(CP_ROWS * ranks).reshape(CP_ROWS, ranks, 1)
+                numbers[kind] = [waiting(one.flatten(), each) for one in (flops, pairs)]
+                numbers[kind] += [mean(on_more_ranks(row, length, ranks) for row in every)]
+            found.append(numbers)
+    return found
+
+
+def on_more_ranks(lengths: NDArray[np.int64], length: int, ranks: int) -> float:
+    """The number of documents that lie on more ranks than it takes to hold their tokens."""
+    chunk, ends = length // (2 * ranks), np.cumsum(lengths)
+    found = 0
+    for start, end in zip(ends - lengths, ends, strict=True):
+        chunks = range(start // chunk, (end - 1) // chunk + 1)
+        found += len({min(one, 2 * ranks - 1 - one) for one in chunks}) > -(-(end - start) // (2 * chunk))
     return found
 
 
@@ -145,6 +180,18 @@ def planned_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def cp_table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = ["| tokens of a row | cp | waiting, as packed | ordered | of attention, as packed | ordered |"]
+    lines[0] += " documents of a row on more ranks than they need, as packed | ordered |"
+    lines += ["| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
+    for row in rows:
+        (packed, attended, more), (ordered_, attended_, more_) = row["as packed"], row["ordered"]
+        waited = " | ".join(f"{100 * part:.1f} %" for part in (packed, ordered_, attended, attended_))
+        lines.append(f"| {row['length']:,} | {row['ranks']} | {waited} | {more:.1f} | {more_:.1f} |")
+    return "\n".join(lines)
+
+
 def timed_table(found: dict[str, Any]) -> str:
     """Markdown."""
     lines = ["| data ranks | micro batches | waiting, by order | by cost |", "| ---: | ---: | ---: | ---: |"]
@@ -166,8 +213,11 @@ def main() -> None:
     rows = parser.parse_args().times
     table = planned_table(arithmetic := planned())
     print(table, flush=True)
-    RESULT.write_text(json.dumps({"arithmetic": arithmetic}, indent=1) + "\n", encoding="utf-8")
+    of_cp = cp_table(documents := under_cp())
+    print(of_cp, flush=True)
+    RESULT.write_text(json.dumps({"arithmetic": arithmetic, "cp": documents}, indent=1) + "\n", encoding="utf-8")
     put_between(BEGIN, END, f"{table}\n\n`python benchmarks/balanced_rows.py`.", DOCS)
+    put_between(CP_BEGIN, CP_END, f"{of_cp}\n\n`python benchmarks/balanced_rows.py`.", DOCS)
     if rows:
         print(timed_table(timed(rows)))
 

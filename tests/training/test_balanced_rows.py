@@ -50,3 +50,21 @@ def test_the_ledger_finds_rows_that_are_read_by_order() -> None:
     by_order = [[2, 11, 13], [2, 12, 14]]
     found = [str(one) for one in _misread(by_order, hashes, shared, layout, first=0)]
     assert len(found) == 2 and "rank 0" in found[0], found
+
+
+@pytest.mark.full
+def test_a_run_under_cp_has_the_losses_of_one_whose_documents_are_not_ordered(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "data__train": str(write_jsonl(tmp_path / "texts.jsonl", TEXTS)), "precision__compute": "fp64",
+        "train__max_steps": 2, "layout__cp": 2, "layout__cp_method": "ring", "checkpoint__every": 2,
+    }  # fmt: skip
+    plain = run_file(tmp_path, **options, run__name="plain")
+    other = run_file(tmp_path, **options, run__name="ordered", data__balance_documents=2)
+    assert train(plain).error is None
+    ran = train(other)
+    assert ran.error is None and "documents ordered for 2 ranks of cp" in ran.screen
+    assert column(other, "train/loss") == pytest.approx(column(plain, "train/loss"), rel=1e-10)
+    assert column(other, "train/tokens_seen") == column(plain, "train/tokens_seen")
+    assert not same(state(other, 2), state(plain, 2)), "other sums round otherwise"
+    plain["train"]["max_steps"], plain["data"]["balance_documents"] = 3, 2  # other rows
+    assert "data.balance_documents" in str(train(plain).error)

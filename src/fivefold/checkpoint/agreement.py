@@ -64,7 +64,8 @@ def check_agreement(saved: Mapping[str, Any], current: Mapping[str, Any], *, whe
     Both are results of `agreement`. Data with the same fingerprint are the same, wherever their files are.
     """
     same_rows = saved.get(FINGERPRINT) == current.get(FINGERPRINT)
-    saved = {"data.bos": False, "data.streaming": False, **saved}  # of checkpoints older than the keys
+    absent = {"data.bos": False, "data.streaming": False, "data.balance_documents": 1}
+    saved = {**absent, **saved}  # of checkpoints older than the keys
     for key in [*current, *(key for key in saved if key not in current)]:
         before, now = (values.get(key, "(not set)") for values in (saved, current))
         if before == now or key.startswith(WEIGHTS) or (same_rows and key in ("data.train", "data.validation")):

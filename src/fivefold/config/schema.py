@@ -39,6 +39,7 @@ from fivefold.core.state_dtypes import StateDtype
 from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_nodes, parse_steps
 from fivefold.core.violation import refuse
 from fivefold.parallel.adapters.settings import AUTO, Lora
+from fivefold.parallel.context.keys import MOST_RING
 from fivefold.parallel.experts.keys import ExpertKeys
 from fivefold.parallel.layout import KEYS, Compute, Layout
 
@@ -251,6 +252,11 @@ class DataSection(Section):
         description="share the rows of a global batch out over data ranks by what their documents cost, in place of "
         "by order; the batch and its loss stay the same",
     )
+    balance_documents: Whole = Field(
+        default=1, ge=1, le=MOST_RING,
+        description="put the documents of each row in an order in which this many ranks of cp attend equally much; "
+        "1 = as packed; set it to layout.cp",
+    )  # fmt: skip
 
 
 class TrainSection(Section):

@@ -20,6 +20,7 @@ from fivefold.core.cache import Progress, cache_root, key_of, say_aloud
 from fivefold.core.errors import UserError
 from fivefold.core.units import many
 from fivefold.data.counts import DataCounts, RowCounts, SourceCounts
+from fivefold.data.documents import for_ranks
 from fivefold.data.formats import discover
 from fivefold.data.rows import PackedRows, Pool, RowIndex, RowSource, build_index, kept_counts, rows_in, write_rows
 from fivefold.data.source import FileList, Source, resolve
@@ -40,7 +41,7 @@ Spans = tuple[Int64s, Int64s]  # start and length
 @dataclass(frozen=True, eq=False)
 class PreparedData:
     """The data of a run. `fingerprint` identifies the rows by origin: contents, weights, tokenizer, BOS, split,
-    seq_length and packing. Runs with the same fingerprint and seed read the same batches."""
+    seq_length, packing and the order in a row. Runs with the same fingerprint and seed read the same batches."""
 
     tokenizer: TokenizerInfo
     train: RowSource
@@ -178,13 +179,14 @@ class _Plan:
     fraction: float
     seq_length: int
     packing: bool
+    ranks: int  # of context parallelism, for which documents are ordered
 
     @classmethod
     def of(cls, config: RunConfig, stores: Stores, held: Stores) -> "_Plan":
         data = config.data
         fraction = data.validation if isinstance(data.validation, float | int) else 0.0
         weights = tuple(source.weight for source in data.train)
-        return cls(stores, held, weights, fraction, data.seq_length, data.packing)
+        return cls(stores, held, weights, fraction, data.seq_length, data.packing, data.balance_documents)
 
     @property
     def key(self) -> str:
@@ -193,7 +195,9 @@ class _Plan:
         weighted = [ratios] if len(self.pool_weights) > 1 else []
         bos = [{"bos": self.bos}] if self.bos else []
         version = _SPLIT_VERSION if self.fraction else _ROWS_VERSION
-        return key_of(version, contents, self.fraction, self.seq_length, self.packing, *weighted, *bos)
+        return key_of(
+            version, contents, self.fraction, self.seq_length, self.packing, *weighted, *bos, *for_ranks(self.ranks)
+        )
 
     @property
     def bos(self) -> tuple[int, ...]:
@@ -253,7 +257,7 @@ class _Plan:
         }
 
     def _rows(self, spans: Spans, stores: Stores) -> tuple[RowIndex, RowCounts]:
-        return build_index(stores, *spans, seq_length=self.seq_length, packing=self.packing)
+        return build_index(stores, *spans, seq_length=self.seq_length, packing=self.packing, ranks=self.ranks)
 
     def sources(self, tokens: Sequence[int], files: Sequence[FileList]) -> tuple[SourceCounts, ...]:
         """The counts of each source; `tokens`: its tokens in the rows."""
@@ -392,11 +396,14 @@ def _held_rows(stores: Stores, rows: StreamedRows, root: Path, say: Say) -> Pack
     spans = spans_of(blocks, np.ones(len(blocks.hash), np.bool_))
 
     def build(folder: Path) -> dict[str, Any]:
-        packed = write_rows(folder / "validation", stores, spans, seq_length=rows.seq_length, packing=rows.packing)
+        packed = write_rows(
+            folder / "validation", stores, spans, seq_length=rows.seq_length, packing=rows.packing, ranks=rows.ranks
+        )
         return {"validation": packed}
 
     contents = [[store.meta.content, store.meta.tokenizer] for store in stores]
-    folder = root / "rows" / key_of("validation", _ROWS_VERSION, contents, rows.seq_length, rows.packing)
+    key = key_of("validation", _ROWS_VERSION, contents, rows.seq_length, rows.packing, *for_ranks(rows.ranks))
+    folder = root / "rows" / key
     counts = kept_counts(folder, root, say, build)["validation"]
     return rows_in(
         folder / "validation", stores, counts, seq_length=rows.seq_length, pad_id=rows.pad_id, seed=rows.order.seed

@@ -20,6 +20,7 @@ from fivefold.core.cache import entry
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.data.counts import RowCounts
+from fivefold.data.documents import order_rows
 from fivefold.data.order import RowOrder
 from fivefold.data.pack import one_per_row, pack
 from fivefold.data.shares import row_cost, shares
@@ -71,9 +72,10 @@ class RowIndex:
 
 
 def build_index(
-    stores: Sequence[TokenStore], start: Int64s, length: Int64s, *, seq_length: int, packing: bool
+    stores: Sequence[TokenStore], start: Int64s, length: Int64s, *, seq_length: int, packing: bool, ranks: int = 1
 ) -> tuple[RowIndex, RowCounts]:
-    """The rows of the spans (`start`, `length`: int64 [spans]) of `stores`; counts of cuts, omissions and padding."""
+    """The rows of the spans (`start`, `length`: int64 [spans]) of `stores`; counts of cuts, omissions and padding.
+    `ranks`: of context parallelism, for which the documents of a row are ordered."""
     spans, is_pair = len(start), are_pairs(stores, start)
     fits = ~is_pair | (length <= seq_length)
     start, length = (start, length) if fits.all() else (start[fits], length[fits])  # large arrays with many documents
@@ -82,6 +84,7 @@ def build_index(
     targets = trained_targets(stores, cut)
     pieces = cut.select(targets > 0)
     offsets, order = pack(pieces.length, seq_length) if packing else one_per_row(len(pieces))
+    order = order_rows(pieces.length, offsets, order, seq_length, ranks)
     index = RowIndex(Pieces(pieces.start[order], pieces.length[order], pieces.has_next[order]), offsets)
     tokens = int(pieces.length.sum())
     counts = RowCounts(
@@ -369,10 +372,10 @@ class PackedRows(RowSource):
 
 def write_rows(
     folder: Path, stores: tuple[TokenStore, ...], spans: tuple[NDArray[np.int64], NDArray[np.int64]], *,
-    seq_length: int, packing: bool,
+    seq_length: int, packing: bool, ranks: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Pack spans of the stores into `folder`, and return the counts of the rows."""
-    index, counts = build_index(stores, *spans, seq_length=seq_length, packing=packing)
+    index, counts = build_index(stores, *spans, seq_length=seq_length, packing=packing, ranks=ranks)
     index.save(folder)
     return asdict(counts)
 

@@ -28,6 +28,7 @@ from fivefold.config import RunConfig
 from fivefold.core.cache import Progress, key_of, telling
 from fivefold.core.units import many
 from fivefold.data.batch import Piece
+from fivefold.data.documents import for_ranks
 from fivefold.data.order import permutation
 from fivefold.data.rows import PackedRows, RowSource, kept_counts, rows_in, write_rows
 from fivefold.data.source import FileList
@@ -83,6 +84,7 @@ class StreamedRows(RowSource):
         data = config.data
         self.order = order = UnitOrder(tuple(units), config.train.seed)
         self.seq_length, self.packing, self.pad_id = data.seq_length, data.packing, tokenizer.eos_token_id
+        self.ranks = data.balance_documents
         self._fraction = data.validation if isinstance(data.validation, float | int) else 0.0
         self._config, self._root = config, root
         self._tokenizer, self._check, self._say = tokenizer, check, say
@@ -100,6 +102,7 @@ class StreamedRows(RowSource):
         """A hash of all that the rows follow from, besides the seed; the files are those of the manifests."""
         sources = [[one.folder.name, one.state, [asdict(unit) for unit in one.units]] for one in self.order.sources]
         options = [self._fraction, self.seq_length, self.packing, WINDOW, list(self._tokenizer.bos_token_ids)]
+        options += for_ranks(self.ranks)
         return key_of(_POSITION, _VERSION, sources, options)
 
     # ---- windows -------------------------------------------------------------------------------------------------
@@ -145,7 +148,12 @@ class StreamedRows(RowSource):
                 sides = {"train": ~out, "validation": out} if self._fraction else {"train": ~out}
                 return {
                     name: write_rows(
-                        folder / name, stores, spans_of(blocks, in_), seq_length=self.seq_length, packing=self.packing
+                        folder / name,
+                        stores,
+                        spans_of(blocks, in_),
+                        seq_length=self.seq_length,
+                        packing=self.packing,
+                        ranks=self.ranks,
                     )
                     for name, in_ in sides.items()
                 }

@@ -30,7 +30,9 @@ def synthetic(config: RunConfig, folder: Path) -> PreparedData:
     )  # fmt: skip
     starts = np.arange(0, len(tokens), size, dtype=np.int64)
     stores, sizes = (TokenStore(folder, meta),), np.full_like(starts, size)
-    index, counts = build_index(stores, starts, sizes, seq_length=length, packing=config.data.packing)
+    index, counts = build_index(
+        stores, starts, sizes, seq_length=length, packing=config.data.packing, ranks=config.data.balance_documents
+    )
     pool = Pool(1.0, counts.rows, counts.tokens)
     rows = PackedRows(index, stores, counts, (pool,), length, 0, config.train.seed)
     is_held_out = bool(config.data.validation)

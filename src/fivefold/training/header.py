@@ -81,7 +81,9 @@ def lines(job: Job, *, compiled: bool, resumed: "Resumed") -> list[tuple[str, st
 def _rows(config: RunConfig) -> str:
     """The rows of a batch."""
     by_cost = ", shared out by cost" if config.data.balance_rows else ""
-    return f"rows of {config.data.seq_length} tokens{by_cost}"
+    ranks = config.data.balance_documents
+    ordered = f", documents ordered for {ranks} ranks of cp" if ranks > 1 else ""
+    return f"rows of {config.data.seq_length} tokens{by_cost}{ordered}"
 
 
 def _outer_lines(config: RunConfig) -> list[tuple[str, str]]:
