@@ -215,7 +215,7 @@ def test_the_card_says_what_it_is_and_the_printed_lines_run(
         assert row in card, row
     assert str(tmp_path) not in card and "| 13 |" not in card
     python = capsys.readouterr().out.split("\n\n")[-1]
-    assert python.count("\n") == 3
+    assert python.count("\n") == 4
     exec(python, {})
     assert "The" in capsys.readouterr().out
 

@@ -8,6 +8,7 @@ Legend: T tokens of a row, N ranks, "pairs" of a query and a key of the same doc
 """
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,8 @@ def pairs_by_rank(lengths: Int64s, row_length: int, ranks: int) -> Int64s:
     document = np.searchsorted(starts, edges, "right") - 1
     into = edges - starts[document]  # tokens of that document before the edge
     chunks = np.diff(before[document] + into * (into + 1) // 2)
-    return chunks[:ranks] + chunks[: ranks - 1 : -1]
+    shares: Int64s = chunks[:ranks] + chunks[: ranks - 1 : -1]
+    return shares
 
 
 def ordered(lengths: Int64s, row_length: int, ranks: int) -> Int64s:
@@ -50,7 +52,9 @@ def ordered(lengths: Int64s, row_length: int, ranks: int) -> Int64s:
     return order
 
 
-def order_rows(lengths: Int64s, offsets: Int64s, order: Int64s, row_length: int, ranks: int) -> Int64s:
+def order_rows(
+    lengths: NDArray[np.signedinteger[Any]], offsets: Int64s, order: Int64s, row_length: int, ranks: int
+) -> Int64s:
     """The result `order` of `pack` with the pieces of each row `ordered`."""
     if ranks == 1:
         return order
