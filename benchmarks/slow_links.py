@@ -37,8 +37,8 @@ NODES, RANKS, PORT = ("ffslow0", "ffslow1"), 2, 29631
 ADDRESS = "10.77.0.1"
 OUTER = 20
 LAYOUTS = (
-    "shard4", "shard4+hpz2", "shard4+hier2", "shard4+hpz2+hier2", "shard4+hpz2+hier2+qwz", "dp2.shard2", "shard2.pp2",
-    f"dp2.shard2+outer{OUTER}",
+    "shard4", "shard4+hpz2", "shard4+hier2", "shard4+hpz2+hier2", "shard4+hpz2+hier2+qwz",
+    "shard4+hpz2+hier2+qwz+qgz", "dp2.shard2", "shard2.pp2", f"dp2.shard2+outer{OUTER}",
 )  # fmt: skip
 RATES = (0, 1000, 200, 50)  # Mbit/s; 0: no limit
 LENGTH, ROWS = 256, 8  # tokens of a row, rows of a step

@@ -23,7 +23,7 @@ def gathered_and_reduced(rank: int, world: int) -> tuple[list[float], list[float
     gets of the sums of its numbers."""
     node = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    gather, reduce = Gather(world, in_two_levels(node, across), None), Reduce(node, across)
+    gather, reduce = Gather(world, in_two_levels(node, across), None), Reduce(node, across, None)
     own, whole, near, part = (
         torch.tensor([10.0 * rank, 10.0 * rank + 1]),
         torch.zeros(8),

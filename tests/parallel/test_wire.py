@@ -1,4 +1,4 @@
-"""FSDP gathers weights in eight bits (`+qwz`)."""
+"""FSDP gathers weights (`+qwz`) and reduces gradients (`+qgz`) in eight bits."""
 
 from typing import Any
 
@@ -27,10 +27,10 @@ def test_every_rank_gets_the_rounded_weights(dtype: torch.dtype) -> None:
     first[0] = 0
     wire = Int8Wire([Part(3 * 512, block_length(512)), Part(5, 0), Part(2 * 48, block_length(48))])
     shards = [torch.cat([whole.chunk(2)[rank].flatten() for whole in (first, vector, second)]) for rank in range(2)]
-    coded = torch.stack([wire.encode(shard) for shard in shards])
+    coded = wire.encode(torch.stack(shards))
     assert coded.shape == (2, 3 * 512 + 2 * 48 + max(4, dtype.itemsize) * (3 * 8 + 2 * 3) + 5 * dtype.itemsize)
     found = torch.empty(2, shards[0].numel(), dtype=dtype)
-    wire.decode(coded, found)
+    wire.decode(coded, found, dtype)
     expected = [
         torch.cat([sent(w, dtype).chunk(2)[rank].flatten() for w in (first, vector, second)]) for rank in range(2)
     ]
@@ -44,7 +44,15 @@ def test_every_rank_gets_the_rounded_weights(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("line", ["step shard2+qwz gemma2", put_off("step shard4+hpz2+hier2+qwz mixtral")])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step shard2+qwz gemma2", put_off("step shard4+hpz2+hier2+qwz mixtral"), "step shard2+qgz llama",
+        put_off("step shard4+hpz2+hier2+qwz+qgz llama"), put_off("step shard4.ep2+qgz mixtral"),
+        put_off("step pp2.shard2+zb1p+qgz llama"), put_off("step dp2.shard2+zero1+qgz llama-dpo"),
+        put_off("step shard2.cp2+hier2+qgz llama"),
+    ],
+)  # fmt: skip
 def test_a_layout_is_proved_with_it(line: str, tmp_path: Any) -> None:
     """The reference multiplies the rounded embedding of Gemma by the same number as without: a buffer in fp32."""
     case = ProvedCase.parse(line)
@@ -57,7 +65,8 @@ def test_a_layout_is_proved_with_it(line: str, tmp_path: Any) -> None:
     ("layout", "family"),
     [
         ("pp2.shard4+zbv+hpz2+qwz", "llama"), put_off("dp2.shard4.tp2+zero1+hier2+qwz", "llama"),
-        put_off("shard4.cp2.ep2+hpz4+qwz", "mixtral"),
+        put_off("shard4.cp2.ep2+hpz4+qwz", "mixtral"), ("dp2.shard4.tp2+zero2+qgz", "llama"),
+        put_off("pp2.shard4+zbv+hier2+qwz+qgz", "llama"),
     ],
 )  # fmt: skip
 def test_what_is_done_and_sent_is_what_the_plan_lists(layout: str, family: str) -> None:

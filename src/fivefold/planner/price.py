@@ -312,6 +312,9 @@ class _Sharding(_Pricing):
             gather += traffic_seconds(self.chip, gathered + fsdp.sent_bytes(unit))
         gather, near = gather + copy, near + copy
         reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * self.shape.compute_bytes)
+        if fsdp.reduces_coded(unit):
+            plain = reduced * self.shape.reduce_bytes
+            reduce += traffic_seconds(self.chip, 2 * (plain + fsdp.reduced_bytes(unit, self.shape.reduce_bytes)))
         if self.plan.layout.offload_parameters:
             gather += host_seconds(self.chip, held * self.shape.master_bytes)
         trained = [name for name in unit.parameters if name not in unit.frozen]
@@ -340,8 +343,8 @@ _BESIDE = {
     name: KEYS[name].default
     for name in (
         "dp_replicate", "pp", "pp_schedule", "pp_virtual", "pp_split", "zero", "hpz", "hierarchical", "gathers",
-        "micro_batch_size", "recompute", "offload_activations", "offload_parameters", "offload_optimizer",
-        "state_dtype", "outer_every",
+        "reductions", "micro_batch_size", "recompute", "offload_activations", "offload_parameters",
+        "offload_optimizer", "state_dtype", "outer_every",
     )
 }  # fmt: skip
 
@@ -359,7 +362,7 @@ def shard_layout(layout: Layout) -> Layout:
     return Layout(
         dp_replicate=min(2, layout.world // layout.tp), dp_shard=layout.dp_shard * layout.cp, tp=layout.tp,
         ep=layout.ep, sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, hpz=layout.hpz,
-        hierarchical=layout.hierarchical, gathers=layout.gathers,
+        hierarchical=layout.hierarchical, gathers=layout.gathers, reductions=layout.reductions,
         precision=layout.precision, state_dtype=layout.state_dtype, offload_parameters=layout.offload_parameters,
     )  # fmt: skip
 

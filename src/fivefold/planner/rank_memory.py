@@ -197,6 +197,7 @@ def _units(shards: Shards, content: Content) -> Units:
         copies=sum(unit.copied * count for shard, count in shards.of(content) for unit in shard.units),
         sent=max((call.bytes for group in units for call in group[-1].calls["gather"]), default=0),
         node=fsdp.node_of_levels(shards.grid),
+        codes_gradients=shards.grid.layout.reductions != "none",
         by_fsdp=shards.by_fsdp,
     )
 

@@ -28,7 +28,10 @@ def prepare(case: ProofCase, layout: Layout, path: Path, device: str) -> None:
     tolerances."""
     precision, inputs, routers = layout.precision, row_linears(case), watched_routers(case)
     plan = plan_of_one_rank(case, layout)
-    run = partial(_run, case, precision, device, inputs, routers=routers, plan=plan, state_dtype=layout.state_dtype)
+    rounds = layout if layout.reductions != "none" else None
+    run = partial(
+        _run, case, precision, device, inputs, routers=routers, plan=plan, state_dtype=layout.state_dtype, layout=rounds
+    )
     reference = run()
     with reassociated():
         other = run()

@@ -29,8 +29,9 @@ from fivefold.parallel.adapters import by_hand as adapter_by_hand
 from fivefold.parallel.balance.runtime import movable_biases
 from fivefold.parallel.fp8 import by_hand as matmuls_by_hand
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, master_dtype
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.loss.own import LossRow
-from fivefold.parallel.nodes import by_hand as gathers_by_hand
+from fivefold.parallel.nodes import by_hand as wire_by_hand
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.training.named_loss import loss_at
 from fivefold.training.optimizers import Weights, rule_for
@@ -38,7 +39,7 @@ from fivefold.verification import preference_by_hand, states_by_hand, teacher_by
 from fivefold.verification.dropout_by_hand import Draws
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import by_row, watch
-from fivefold.verification.proof_case import LEARNING_RATE, Documents, ProofCase, tokens_of
+from fivefold.verification.proof_case import LEARNING_RATE, Documents, ProofCase, row_numbers, tokens_of
 
 _IN_BLOCK = re.compile(r"\.\d+\.")  # the index in a list of layers
 CLIP = 0.5  # of a step's gradient norm, so that clipping is active; its inverse in every second step, so that it is not
@@ -50,11 +51,12 @@ class Reference:
     def __init__(
         self, case: ProofCase, precision: str, device: str, *, noise: bool = False,
         model: torch.nn.Module | None = None, routers: Sequence[str] = (), plan: ParallelPlan | None = None,
-        state_dtype: str = "fp32",
+        state_dtype: str = "fp32", layout: Layout | None = None,
     ) -> None:  # fmt: skip
         """`noise`: perturb the embedding by one ulp of `precision`. `model`: the unmodified model, which is copied;
         None: load it from the folder of the case. `routers`: those with counted and balanced load. `plan`: of one
-        rank, which says how matmuls are multiplied. `state_dtype`: the type of the optimizer state."""
+        rank, which says how matmuls are multiplied. `state_dtype`: the type of the optimizer state. `layout`: whose
+        ranks round what they send of gradients, if they do."""
         self.state_dtype = state_dtype
         self.case, self.precision, self.device = case, precision, device
         self.compute_dtype = COMPUTE_DTYPES[precision]
@@ -68,6 +70,8 @@ class Reference:
         elif self.codes_gathers:  # with the master's buffers, such as the scale of an embedding
             self.model = copy.deepcopy(self.master)
         self.loss = loss_at(case.loss) if case.loss else None
+        self.layout, self.facts = layout, plan.facts if plan is not None else None
+        self.reductions = wire_by_hand.Reductions(self.master, {})  # of the current batch
         self.scales = matmuls_by_hand.put(self.model, plan) if plan else []
         factor = case.capacity_factor
         self.drops = None if factor is None else Drops(self.model, factor)
@@ -138,28 +142,41 @@ class Reference:
                 self.case, lambda ids: self.model(input_ids=ids.to(self.device)).logits, master_dtype(self.precision)
             )  # fmt: skip
             loss, metrics = preference_by_hand.loss(self.case, sums, counts)
-            loss.backward()  # type: ignore[no-untyped-call]
-        self._collect()
+            self._preference_gradients(loss, sums)
         self.balance.is_on = True
         numbers = {"log-probabilities": sums, "loss": loss.reshape(1), "metrics": metrics}
         self._keep("preference", {name: number.double() for name, number in numbers.items()})
         self._keep("objective", {name: p.grad for name, p in self.master.named_parameters()})
         self.master.zero_grad(set_to_none=True)
 
+    def _preference_gradients(self, loss: Tensor, sums: Tensor) -> None:
+        """Add up the gradients of the pairs row by row, as reductions may round those of some rows."""
+        rows = self.case.pairs()
+        self._begin_reductions(rows)
+        (of_sums,) = torch.autograd.grad(loss, sums, retain_graph=True)
+        for row, pieces in enumerate(rows):
+            pairs = sorted({piece.pair for piece in pieces})
+            if pairs:
+                (sums[pairs] * of_sums[pairs]).sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+                self._collect(row)
+        self.reductions.end()
+
     def _distillation(self) -> None:
         """Compute the top-k queries with the model as its own teacher; the loss against another, and its gradient."""
         self._sync()
         self.balance.is_on = False
         count, summed = self.case.targets(0), 0.0
+        self._begin_reductions(self.case.documents(0))
         asked = torch.zeros(self.case.rows, self.case.row_length, self.case.followed, dtype=torch.float64)
         for row, start, ids, targets in self._sequences(self.case.documents(0)):
             with exactly(self.precision):
                 logits = self.model(input_ids=ids[None]).logits[0].to(master_dtype(self.precision))
                 loss = teacher_by_hand.loss(self.case, logits[: len(targets)], targets, row, start)
                 (loss / count).backward()  # type: ignore[no-untyped-call]
-            self._collect()
+            self._collect(row)
             summed += loss.item()
             asked[row, start : start + len(ids)] = teacher_by_hand.likeliest(self.case, logits.detach()).cpu()
+        self.reductions.end()
         self.balance.is_on = True
         self._keep("teacher", {"asked": asked, "loss": torch.tensor([summed / count], dtype=torch.float64)})
         self._keep("objective", {name: p.grad for name, p in self.master.named_parameters()})
@@ -202,7 +219,7 @@ class Reference:
         if self.model is not self.master:
             with torch.no_grad():
                 for mine, kept in zip(self.model.parameters(), self.master.parameters(), strict=True):
-                    sent = gathers_by_hand.sent if self.codes_gathers else Tensor.to
+                    sent = wire_by_hand.sent if self.codes_gathers else Tensor.to
                     mine.copy_(sent(kept, self.compute_dtype))
                 for name in router_buffers(self.master):
                     self.model.get_buffer(name).copy_(self.master.get_buffer(name))
@@ -214,6 +231,7 @@ class Reference:
         self.loads.begin()
         batch = self.case.documents(step)
         self._count_picks(batch, step)
+        self._begin_reductions(batch)
         seen = None if inputs is None else Watch(self, inputs)
         for row, start, ids, targets in self._training_sequences(batch, step):
             if seen:
@@ -224,7 +242,8 @@ class Reference:
             loss = self._summed(logits, targets, ids, columns_at(batch[row], start))
             summed += loss.item()
             (loss / count + self.balance.of_document()).backward()  # type: ignore[no-untyped-call]
-            self._collect()
+            self._collect(row)
+        self.reductions.end()
         if seen:
             seen.finish()
             self._keep("gradient", {name: p.grad for name, p in self.master.named_parameters()})
@@ -295,15 +314,26 @@ class Reference:
                 yield row, start, ids.to(self.device), targets.to(self.device)
                 start += len(ids)
 
-    def _collect(self) -> None:
-        """Add the gradients of the model that computes to those of its master weights."""
-        if self.model is self.master:
-            return
-        for mine, kept in zip(self.model.parameters(), self.master.parameters(), strict=True):
+    def _begin_reductions(self, documents: Documents) -> None:
+        """Begin the gradients of a batch."""
+        senders: wire_by_hand.Senders = {}
+        if self.layout is not None and self.facts is not None:
+            shared = [
+                row_numbers(documents, self.layout, rank, self.case.row_length, balance=self.case.balance_rows)
+                for rank in range(self.layout.data_ranks)
+            ]
+            senders = wire_by_hand.senders(self.facts, self.layout, shared)
+        self.reductions = wire_by_hand.Reductions(self.master, senders)
+
+    def _collect(self, row: int) -> None:
+        """Add the gradients of the model that computes, of a document of `row`, to those of its master weights."""
+        pairs = zip(self.model.parameters(), self.master.parameters(), strict=True)
+        for mine, kept in pairs if self.model is not self.master else ():
             if mine.grad is not None:
                 gradient = mine.grad.to(self.compute_dtype).to(kept.dtype)  # a router's gradient is fp32
                 kept.grad = gradient if kept.grad is None else kept.grad + gradient
                 mine.grad = None
+        self.reductions.take(row)
 
     def _update(self, optimizers: list[torch.optim.Optimizer], norm: Tensor, step: int) -> None:
         parameters, is_first = dict(self.master.named_parameters()), step == 0

@@ -18,8 +18,8 @@ class Units:
     `own`: its own unit, without them. `embedding`: if it has a unit of its own here. `root`: the model's own unit.
     `total`: all units. `matrix`: numbers of the largest parameter of a layer. `ahead`: bytes of a layer that backward
     prefetches while the one after it runs: its own unit, or 0 if this rank has it whole. `sent`: of the gather of that.
-    `copies`: bytes of secondary copies. `node`: ranks of a node, if collectives have two levels; else 0. Not `by_fsdp`:
-    all parameters are there, copied or as stored."""
+    `copies`: bytes of secondary copies. `node`: ranks of a node, if collectives have two levels; else 0.
+    `codes_gradients`: reductions send eight bits. Not `by_fsdp`: all parameters are there, copied or as stored."""
 
     layer: tuple[int, int]
     own: tuple[int, int]
@@ -31,6 +31,7 @@ class Units:
     copies: int = 0
     sent: int = 0
     node: int = 0
+    codes_gradients: bool = False
     by_fsdp: bool = True
 
 
@@ -62,6 +63,7 @@ def _units(plan: ParallelPlan) -> Units:
         copies=sum(map(fsdp.copy_bytes, fsdp.units)),
         sent=max((fsdp.sent_bytes(unit) for unit in sent), default=0),
         node=node_of_levels(plan.placement.grid),
+        codes_gradients=plan.layout.reductions != "none",
         by_fsdp=fsdp.is_used,
     )
 
@@ -108,6 +110,10 @@ def resting_bytes(
         in_backward += units.sent + units.sent // units.node
         a_layer_later += (own[1] + 2 * own[1] // units.node) * shape.reduce_bytes
         last += (max(root[1], first[1]) + 2 * max(root[1], first[1]) // units.node) * shape.reduce_bytes
+    if units.codes_gradients:  # one byte a number sent and one received; in one level what was received, decoded, too
+        for_each = 2 if units.node else 2 + max(4, shape.reduce_bytes)
+        a_layer_later += own[1] * for_each // max(1, units.node)
+        last += max(root[1], first[1]) * for_each // max(1, units.node)
     at_end += root[0] + units.copies * goes_on
     numbers = (at_loss, in_backward, in_backward, at_end, 0, at_loss, in_backward, in_backward)
     waiting = (0, at_begin, a_layer_later, last, 0, 0, at_begin, a_layer_later)

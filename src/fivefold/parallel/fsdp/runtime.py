@@ -87,18 +87,22 @@ def leave_after_forward(module: Any, unit: Unit, mesh: Mesh) -> None:
 def _send_otherwise(model: nn.Module, unit: Unit, mesh: Mesh, plan: FsdpPlan) -> None:
     module: Any = model.get_submodule(unit.name)
     grid, whole = mesh.grid, mesh.groups[mesh.grid.fsdp_axis(unit.over)]
-    wire = _wire(model, module, plan) if plan.is_coded(unit) else None
-    exchange = in_one_level(whole)
-    if plan.has_levels(unit):
-        groups = mesh.groups[grid.node_axis(unit.over)], mesh.groups[grid.across_axis(unit.over)]
-        exchange = in_two_levels(*groups)
-        module.set_custom_reduce_scatter(Reduce(*groups))
-    module.set_custom_all_gather(Gather(whole.size(), exchange, wire))
-
-
-def _wire(model: nn.Module, module: FSDPModule, plan: FsdpPlan) -> Int8Wire:
     names = {(owner, leaf): f"{path}.{leaf}" for path, owner in model.named_modules() for leaf in owner._parameters}
-    return Int8Wire([Part(numbers, plan.block(names[place])) for place, numbers in fsdp_sent(module)])
+    sent = [(names[place], numbers) for place, numbers in fsdp_sent(module)]
+    gathered = Int8Wire([Part(numbers, plan.block(name)) for name, numbers in sent]) if plan.is_coded(unit) else None
+    reduced = None
+    if plan.reduces_coded(unit):
+        trained = [(name, numbers) for name, numbers in sent if name not in unit.frozen]
+        reduced = Int8Wire([Part(numbers, plan.reduced_block(name)) for name, numbers in trained])
+    if plan.has_levels(unit):
+        node, across = mesh.groups[grid.node_axis(unit.over)], mesh.groups[grid.across_axis(unit.over)]
+        module.set_custom_all_gather(Gather(whole.size(), in_two_levels(node, across), gathered))
+        module.set_custom_reduce_scatter(Reduce(node, across, reduced))
+        return
+    if gathered:
+        module.set_custom_all_gather(Gather(whole.size(), in_one_level(whole), gathered))
+    if reduced:
+        module.set_custom_reduce_scatter(Reduce(None, whole, reduced))
 
 
 def _prefetch_within(model: Any, stages: Sequence[Sequence[str]]) -> None:

@@ -13,7 +13,7 @@ from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.collectives import Call, Phase
 from fivefold.parallel.edits import Edit
-from fivefold.parallel.fsdp.unshards import Unshards, of_slots
+from fivefold.parallel.fsdp.unshards import Unshards, of_slots, reduced_together
 from fivefold.parallel.layout import KEYS, Layout
 from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
@@ -156,9 +156,29 @@ class FsdpPlan:
         shape = self._placement.shards[name].shape
         return block_length(shape[-1]) if self._plan.layout.gathers == "int8" and len(shape) > 1 else 0
 
+    def reduced_block(self, name: str) -> int:
+        """Numbers of a gradient that share a scale in a reduction; 0 if it is sent as it is. Gradients that ranks hold
+        in part and sum after the reduction are sent as they are."""
+        plan, shape = self._plan, self._placement.shards[name].shape
+        is_tied_over_stages = name == plan.tied and plan.layout.pp > 1
+        if plan.layout.reductions != "int8" or len(shape) < 2 or name in plan.gradient_sums or is_tied_over_stages:
+            return 0
+        return block_length(shape[-1])
+
     def is_coded(self, unit: Unit) -> bool:
         """True if a gather of a unit sends eight bits for some of its parameters."""
         return self.is_used and any(map(self.block, unit.parameters))
+
+    def reduces_coded(self, unit: Unit) -> bool:
+        """True if a reduction of a unit sends eight bits for some of its gradients."""
+        return self.is_used and any(self.reduced_block(name) for name in unit.parameters if name not in unit.frozen)
+
+    def summed_before(self, unit: Unit) -> int:
+        """Neighbouring ranks of a copy of a stage whose tokens' gradients are one sum before a reduction rounds it:
+        those that share a shard's work, and in two levels all of a node."""
+        grid = self._placement.grid
+        across = grid.size(grid.across_axis(unit.over)) if self.has_levels(unit) else grid.fsdp_shards(unit.over)
+        return grid.fsdp_size * self._plan.layout.tp // across
 
     def sent_bytes(self, unit: Unit) -> int:
         """Bytes of one gather of a unit over all ranks. A block of n numbers in eight bits is n + 4 bytes (n + 8
@@ -167,18 +187,22 @@ class FsdpPlan:
             return self.gathered_bytes(unit)
         shards, compute = self._placement.grid.fsdp_shards(unit.over), self._plan.layout.compute_bytes
         sizes = {name: _padded(self._placement.gathered_shape(name), shards) for name in unit.parameters}
-        blocks = {name: self.block(name) for name in sizes}
-        return sum(
-            size + max(4, compute) * (size // blocks[name]) if blocks[name] else size * compute
-            for name, size in sizes.items()
-        )
+        return sum(_coded_bytes(size, self.block(name), compute) for name, size in sizes.items())
+
+    def reduced_bytes(self, unit: Unit, reduce_bytes: int) -> int:
+        """Bytes of the gradients of a unit as they are sent between nodes, or in one level between all ranks."""
+        shards = self._placement.grid.fsdp_shards(unit.over)
+        names = [name for name in unit.parameters if name not in unit.frozen]
+        sizes = {name: _padded(self._placement.gathered_shape(name), shards) for name in names}
+        return sum(_coded_bytes(size, self.reduced_block(name), reduce_bytes) for name, size in sizes.items())
 
     def sends(self, unit: Unit, reduce_bytes: int) -> dict[Sends, tuple[Call, ...]]:
         """Collectives of one gather of a unit, of one gather from its secondary copy, of one reduction, and of one sum
         over replicas.
 
         In two levels each rank gathers its places' parts from the other nodes, and then those of its node. A reduction
-        sums within the node first; the parts of a rank's place are then exchanged between nodes, and summed.
+        sums within the node first; the parts of a rank's place are then exchanged between nodes, and summed. A
+        reduction in eight bits is such an exchange in one level, too.
         """
         grid, size, layer = self._placement.grid, self.sent_bytes(unit), unit.name
         shards, numbers = grid.fsdp_shards(unit.over), self.padded_sizes(unit)[1]
@@ -188,13 +212,14 @@ class FsdpPlan:
             return Call(axis=axis, kind=kind, bytes=size, phase=phase, layer=layer, overlaps=True)
 
         reduced, ranks = numbers * reduce_bytes, grid.size(node)
-        in_two = self.has_levels(unit)
+        in_two, coded = self.has_levels(unit), self.reduced_bytes(unit, reduce_bytes)
         return {
             "gather": (call(across, "all_gather", size // ranks), call(node, "all_gather", size)) if in_two
             else (call(whole, "all_gather", size),),
             "near": (call(node, "all_gather", self.gathered_bytes(unit)),),
-            "reduce": (call(node, "reduce_scatter", reduced), call(across, "all_to_all", reduced // ranks)) if in_two
-            else (call(whole, "reduce_scatter", reduced),),
+            "reduce": (call(node, "reduce_scatter", reduced), call(across, "all_to_all", coded // ranks)) if in_two
+            else (call(whole, "all_to_all", coded) if self.reduces_coded(unit)
+            else call(whole, "reduce_scatter", reduced),),
             "replicas": (call("dp_replicate", "all_reduce", numbers // shards * reduce_bytes),),
         }  # fmt: skip
 
@@ -215,6 +240,12 @@ class FsdpPlan:
         copied = {unit.name for unit in self.units if self.node_ranks(unit)}
         return of_slots(order, users, micro_batches, self._placement.own_stages, self._plan.layout.zero, copied)
 
+    def reduced_together(self, unit: Unit, micro_batches: int) -> list[frozenset[int]]:
+        """The micro batches of each of this rank's reductions of a unit."""
+        order = self._plan.feature(PipelinePlan).schedule(micro_batches).orders[self._placement.coords.pp]
+        zero = self._plan.layout.zero
+        return reduced_together(order, self.users(unit), micro_batches, self._placement.own_stages, zero)
+
 
 def _inside(module: str, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if is_within(name, [module]))
@@ -223,6 +254,11 @@ def _inside(module: str, names: Sequence[str]) -> tuple[str, ...]:
 def _padded(shape: tuple[int, ...], shards: int) -> int:
     rows, rest = shape[0], prod(shape[1:])
     return -(-rows // shards) * shards * rest
+
+
+def _coded_bytes(numbers: int, block: int, dtype_bytes: int) -> int:
+    """Bytes of so many numbers in blocks of eight bits, with their scales; `block` 0: as they are."""
+    return numbers + max(4, dtype_bytes) * (numbers // block) if block else numbers * dtype_bytes
 
 
 def calls(step: Step) -> Iterator[Call]:
@@ -244,8 +280,8 @@ def calls(step: Step) -> Iterator[Call]:
 
 
 def violations(plan: ParallelPlan) -> Iterator[Violation]:
-    """A secondary copy and a gather in eight bits are made of plain tensors in the compute dtype, and tp cuts no block
-    of the latter."""
+    """A secondary copy and a gather in eight bits are made of plain tensors in the compute dtype. tp cuts no block of
+    eight bits. A reduction in eight bits rounds gradients of whole rows."""
     layout, why, more = plan.layout, "", "docs/explain/slow_links.md"
     keys = {"hpz": layout.hpz > 0, "gathers": layout.gathers != "none"}
     if layout.offload_parameters:
@@ -260,10 +296,20 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
         yield Violation("gathers", what, "leave precision.gathers out", more=more)
     fsdp = plan.feature(FsdpPlan)
     for name, spec in plan.placement.shards.items():
-        block, last = fsdp.block(name), len(spec.shape) - 1
+        block, last = fsdp.block(name) or fsdp.reduced_block(name), len(spec.shape) - 1
         if block and any(edge % block for part in spec.held for bounds in part[last] for edge in bounds):
-            what = f"gathers {layout.gathers} of {name} have blocks of {block} in a row of {spec.shape[-1]}"
-            yield Violation("tp", f"{what}, and tp {layout.tp} cuts one", "use less tp, or no int8 gathers", more=more)
+            sent = "gathers" if fsdp.block(name) else "reductions"
+            what = f"{sent} int8 of {name} have blocks of {block} in a row of {spec.shape[-1]}"
+            yield Violation("tp", f"{what}, and tp {layout.tp} cuts one", f"use less tp, or no int8 {sent}", more=more)
+    of_rows = layout.cp * layout.tp
+    parts = [unit for unit in fsdp.sharded if fsdp.reduces_coded(unit) and fsdp.summed_before(unit) % of_rows]
+    for unit in parts[:1]:
+        over = f"cp {layout.cp}" if layout.cp > 1 else f"tp {layout.tp}"
+        what = f"reductions int8 of {unit.name or 'the head'}: {over} leaves each rank the gradient of a part of a row"
+        fix = (
+            "set layout.hierarchical to ranks that share whole rows, which are summed first, or use no int8 reductions"
+        )
+        yield Violation("reductions", what, fix, more=more)
 
 
 # ---- edits of modules ----------------------------------------------------------------------------------------------
@@ -296,7 +342,7 @@ class KeepCopy(Edit):
 
 @dataclass(frozen=True)
 class SendOtherwise(Edit):
-    """Gather and reduce a unit within nodes and between them, or gather it in eight bits."""
+    """Gather and reduce a unit within nodes and between them, or in eight bits."""
 
     kind = "attribute"
     unit: Unit
@@ -336,9 +382,9 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
         if fsdp.has_levels(unit):
             axis = placement.grid.across_axis(unit.over)
             yield SendOtherwise(unit.name, axis, "gathered and reduced within a node and between nodes", unit)
-        elif fsdp.is_coded(unit):
+        elif done := ["gathered"] * fsdp.is_coded(unit) + ["reduced"] * fsdp.reduces_coded(unit):
             axis = placement.grid.fsdp_axis(unit.over)
-            yield SendOtherwise(unit.name, axis, "gathered in eight bits", unit)
+            yield SendOtherwise(unit.name, axis, f"{' and '.join(done)} in eight bits", unit)
     if placement.stages.count > 1:
         stages = tuple(placement.stages.layers_of_stage(stage) for stage in placement.own_stages)
         yield PrefetchWithinStages("", "pp", "backward gathers ahead within a stage", stages)

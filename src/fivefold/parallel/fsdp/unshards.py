@@ -58,6 +58,21 @@ def of_slots(
     return {name: Unshards(*(count[name] for count in counts)) for name in users}
 
 
+def reduced_together(
+    order: Sequence[Slot], users: frozenset[int], micro_batches: int, own: Sequence[int], zero: int
+) -> list[frozenset[int]]:
+    """The micro batches whose gradients each reduction of a unit takes, one reduction after the other; as `of_slots`."""
+    progress, found, waiting = Progress(micro_batches, own, zero), list[frozenset[int]](), set[int]()
+    for slot in order:
+        progress.note(slot)
+        if slot.stage in users and slot.kind in "BW":
+            waiting.add(slot.micro_batch)
+        if progress.reduces(slot, users):
+            found.append(frozenset(waiting))
+            waiting.clear()
+    return found
+
+
 class Progress:
     """Remaining backwards of this rank, and the ones after which FSDP reduces a unit.
 

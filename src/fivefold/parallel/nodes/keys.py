@@ -32,10 +32,18 @@ class NodeKeys(ExpertKeys):
         choices=("none", "int8"), words={"qwz": "int8"},
         answers={"zero_quantized_weights": "set precision.gathers: int8 (docs/explain/slow_links.md)"},
     )  # fmt: skip
+    reductions: str = key(
+        "none", "precision.reductions", "FSDP sends gradients of matrices in eight bits, with a scale for each block of "
+        "a row, and sums them in the type of precision.reduce",
+        choices=("none", "int8"), words={"qgz": "int8"},
+        answers={"zero_quantized_gradients": "set precision.reductions: int8 (docs/explain/slow_links.md)"},
+    )  # fmt: skip
 
     def dtype_words(self) -> str:
-        """The type of gathers, if it is another than the one computed in."""
-        return "" if self.gathers == "none" else f" with {self.gathers} gathers"
+        """The types of gathers and of reductions, if they are others than those computed and summed in. What a
+        reduction rounds depends on which rows have been summed before, and so on the layout."""
+        gathers = "" if self.gathers == "none" else f" with {self.gathers} gathers"
+        return gathers if self.reductions == "none" else f"{gathers} with {self.reductions} reductions of {self}"
 
     @property
     def node_ranks(self) -> int:
@@ -59,13 +67,16 @@ class NodeKeys(ExpertKeys):
             yield Violation("hpz", what, "set layout.zero: 3, or leave layout.hpz out", (0,), more=_MORE)
 
     def rank_violations(self) -> Iterator[Violation]:
-        """The ranks of a node are a part of FSDP's, and hold whole groups of `ep`. Gathers have several ranks."""
+        """The ranks of a node are a part of FSDP's, and hold whole groups of `ep`. Gathers and reductions have several
+        ranks."""
         ranks, dealt, node = self.dp_shard * self.cp, self.ep * self.etp, self.node_ranks
         about = "hpz" if self.hpz else "hierarchical"
-        if self.gathers != "none" and min(ranks, self.expert_shards) == 1:
-            alone = "dp_shard 1 x cp 1" if ranks == 1 else f"ep {self.ep}, which leaves each expert to one rank"
-            what = f"gathers {self.gathers} with {alone}: what is not gathered would stay as it is"
-            yield Violation("gathers", what, "leave precision.gathers out, or use more of dp_shard", more=_MORE)
+        sent = {"gathers": (self.gathers, "gathered"), "reductions": (self.reductions, "reduced")}
+        for name, (dtype, done) in sent.items():
+            if dtype != "none" and min(ranks, self.expert_shards) == 1:
+                alone = "dp_shard 1 x cp 1" if ranks == 1 else f"ep {self.ep}, which leaves each expert to one rank"
+                what = f"{name} {dtype} with {alone}: what is not {done} would stay as it is"
+                yield Violation(name, what, f"leave precision.{name} out, or use more of dp_shard", more=_MORE)
         if not node:
             return
         fits = tuple(n for n in range(2, ranks) if ranks % n == 0)

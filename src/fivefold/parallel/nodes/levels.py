@@ -1,4 +1,4 @@
-"""FSDP's collectives in two levels, for nodes whose links are slower than those inside.
+"""FSDP's collectives in two levels or in eight bits, for nodes whose links are slower than those inside.
 
 Rank r of FSDP's R x N ranks has place r % N in node r // N. The slow link of a node carries (R - 1) / R of a buffer. In
 one level a ring through all ranks carries (R N - 1) / (R N) of it, and gloo, whose reduce-scatter is an all-reduce,
@@ -8,6 +8,9 @@ twice that.
                 node:  all-gather of these                     [N, R, shard], and put in order
     reduction   node:  reduce-scatter of the parts of a place  [R, shard]
                 nodes: all-to-all, and a sum in the order of nodes
+
+A reduction in eight bits rounds what the all-to-all sends. In one level it is an all-to-all over all ranks, of each
+rank's own gradients, and a sum in the order of ranks.
 
 FSDP2 calls these objects in place of its own (`set_custom_all_gather`, `set_custom_reduce_scatter`).
 """
@@ -20,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.parallel.in_order import sum_in_order
-from fivefold.parallel.nodes.wire import Int8Wire
+from fivefold.parallel.nodes.wire import Int8Wire, wide_dtype
 
 Exchange = Callable[[Tensor, Tensor], None]  # (what is received, what is sent)
 
@@ -47,10 +50,10 @@ class Gather(Buffers):
         elif self._wire is None:
             self._exchange(output_tensor, input_tensor)
         else:
-            coded = self._wire.encode(input_tensor)
+            coded = self._wire.encode(input_tensor.view(1, -1)).view(-1)
             received = coded.new_empty(self._ranks, coded.numel())
             self._exchange(received.view(-1), coded)
-            self._wire.decode(received, output_tensor.view(self._ranks, -1))
+            self._wire.decode(received, output_tensor.view(self._ranks, -1), input_tensor.dtype)
 
 
 def in_one_level(group: dist.ProcessGroup) -> Exchange:
@@ -72,21 +75,38 @@ def in_two_levels(node: dist.ProcessGroup, across: dist.ProcessGroup) -> Exchang
 
 
 class Reduce(Buffers):
-    """Reduce-scatter of a unit's gradients in two levels. `node`: the ranks of this node; `across`: those with the same
-    place in the other nodes."""
+    """Reduce-scatter of a unit's gradients. `node`: the ranks of this node, which sum first; None: each rank's own are
+    exchanged. `across`: the ranks that exchange; in two levels those with the same place in each node. `wire`: codes
+    what they exchange; None: as it is."""
 
-    def __init__(self, node: dist.ProcessGroup, across: dist.ProcessGroup) -> None:
-        self._node, self._across = node, across
+    def __init__(self, node: dist.ProcessGroup | None, across: dist.ProcessGroup, wire: Int8Wire | None) -> None:
+        self._node, self._across, self._wire = node, across, wire
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Sum into `output_tensor`."""
         assert op == dist.ReduceOp.SUM, op
-        nodes, ranks = self._across.size(), self._node.size()
-        by_place = input_tensor.view(nodes, ranks, -1).transpose(0, 1).contiguous()
-        of_place = output_tensor.new_empty(nodes, output_tensor.numel())
-        dist.reduce_scatter_tensor(of_place.view(-1), by_place.view(-1), group=self._node)
-        exchanged = torch.empty_like(of_place)
-        dist.all_to_all_single(exchanged.view(-1), of_place.view(-1), group=self._across)
-        sum_in_order(exchanged, output_tensor)
+        of_place = input_tensor.view(self._across.size(), -1)
+        if self._node is not None:
+            of_place = self._within(self._node, of_place, output_tensor.numel())
+        if self._wire is None:
+            sum_in_order(self._exchange(of_place), output_tensor)
+            return
+        received = self._exchange(self._wire.encode(of_place))
+        parts = of_place.new_empty(of_place.shape, dtype=wide_dtype(of_place.dtype))
+        self._wire.decode(received, parts, of_place.dtype)
+        sum_in_order(parts, summed := torch.empty_like(parts[0]))
+        output_tensor.copy_(summed)
+
+    def _within(self, node: dist.ProcessGroup, parts: Tensor, numbers: int) -> Tensor:
+        """Sum within the node the parts of this rank's place, [nodes, numbers]."""
+        by_place = parts.view(len(parts), node.size(), -1).transpose(0, 1).contiguous()
+        of_place = parts.new_empty(len(parts), numbers)
+        dist.reduce_scatter_tensor(of_place.view(-1), by_place.view(-1), group=node)
+        return of_place
+
+    def _exchange(self, sent: Tensor) -> Tensor:
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._across)
+        return received

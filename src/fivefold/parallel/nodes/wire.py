@@ -1,10 +1,11 @@
-"""Weights in eight bits on the wire: each block of a row is divided by its scale and rounded.
+"""Weights and gradients in eight bits on the wire: each block of a row is divided by its scale and rounded.
 
 A block is a part of a row of the whole parameter (`block_length`), so that no layout that separates rows cuts one, and
-a weight is the same under all of them. Vectors, and rows without blocks, are sent as they are. What a rank sends:
+a weight is the same under all of them. Vectors, and rows without blocks, are sent as they are. What a rank sends to
+another:
 
     scales    one for each block, in fp32 (fp64 where that is computed in): the largest magnitude / 127
-    others    parameters without blocks, in the compute dtype
+    others    parameters without blocks, in the dtype of what is coded
     codes     int8
 """
 
@@ -34,27 +35,27 @@ class Int8Wire:
         self._scales = sum(part.numbers // part.block for part in parts if part.block)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Code the shard: uint8."""
-        wide, scales, others, codes = _wide(values.dtype), list[Tensor](), list[Tensor](), list[Tensor]()
-        for part, own in zip(self._parts, torch.split(values, self._sizes), strict=True):
+        """Code shards, [shards, numbers], one by one: uint8 [shards, bytes]."""
+        wide, scales, others, codes = wide_dtype(values.dtype), list[Tensor](), list[Tensor](), list[Tensor]()
+        for part, own in zip(self._parts, torch.split(values, self._sizes, 1), strict=True):
             if not part.block:
-                others.append(own)
+                others.append(own.contiguous())
                 continue
-            blocks = own.view(-1, part.block).to(wide)
-            scale = blocks.abs().amax(1, keepdim=True) / MOST
+            blocks = own.reshape(len(own), -1, part.block).to(wide)
+            scale = blocks.abs().amax(2, keepdim=True) / MOST
             blocks = blocks / scale.clamp(min=TINY)
-            codes.append(blocks.round_().clamp_(-MOST, MOST).to(torch.int8).view(-1))
-            scales.append(scale.view(-1))
-        return torch.cat([part.view(torch.uint8) for part in (*scales, *others, *codes)])
+            codes.append(blocks.round_().clamp_(-MOST, MOST).to(torch.int8).view(len(own), -1))
+            scales.append(scale.view(len(own), -1))
+        return torch.cat([part.view(torch.uint8) for part in (*scales, *others, *codes)], 1)
 
-    def decode(self, coded: Tensor, values: Tensor) -> None:
-        """Write what each rank has coded, [ranks, bytes], to `values` [ranks, numbers]."""
-        ranks, wide = len(values), _wide(values.dtype)
+    def decode(self, coded: Tensor, values: Tensor, dtype: torch.dtype) -> None:
+        """Write what each rank has coded, [ranks, bytes], to `values` [ranks, numbers]. `dtype`: of what was coded."""
+        ranks, wide = len(values), wide_dtype(dtype)
         ends = [wide.itemsize * self._scales, coded.shape[1] - self._codes]
         scales, others, codes = (section.contiguous() for section in coded.tensor_split(ends, 1))
         of_scales, of_codes = iter(self._blocks(scales.view(wide))), iter(self._coded(codes.view(torch.int8)))
         plain = [part.numbers for part in self._parts if not part.block]
-        of_others = iter(torch.split(others.view(values.dtype), plain, 1))
+        of_others = iter(torch.split(others.view(dtype), plain, 1))
         for part, own in zip(self._parts, torch.split(values, self._sizes, 1), strict=True):
             if part.block:
                 blocks = next(of_codes).reshape(ranks, -1, part.block).to(wide)
@@ -69,5 +70,6 @@ class Int8Wire:
         return torch.split(codes, [part.numbers for part in self._parts if part.block], 1)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scales and of sums."""
     return torch.float64 if dtype == torch.float64 else torch.float32
