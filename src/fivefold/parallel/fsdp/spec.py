@@ -306,9 +306,7 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
     for unit in parts[:1]:
         over = f"cp {layout.cp}" if layout.cp > 1 else f"tp {layout.tp}"
         what = f"reductions int8 of {unit.name or 'the head'}: {over} leaves each rank the gradient of a part of a row"
-        fix = (
-            "set layout.hierarchical to ranks that share whole rows, which are summed first, or use no int8 reductions"
-        )
+        fix = "set layout.hierarchical to ranks that share whole rows, which are summed first, or leave int8 out"
         yield Violation("reductions", what, fix, more=more)
 
 

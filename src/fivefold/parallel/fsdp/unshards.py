@@ -61,7 +61,7 @@ def of_slots(
 def reduced_together(
     order: Sequence[Slot], users: frozenset[int], micro_batches: int, own: Sequence[int], zero: int
 ) -> list[frozenset[int]]:
-    """The micro batches whose gradients each reduction of a unit takes, one reduction after the other; as `of_slots`."""
+    """The micro batches whose gradients each reduction of a unit takes, one after the other; as `of_slots`."""
     progress, found, waiting = Progress(micro_batches, own, zero), list[frozenset[int]](), set[int]()
     for slot in order:
         progress.note(slot)

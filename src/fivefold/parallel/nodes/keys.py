@@ -33,8 +33,8 @@ class NodeKeys(ExpertKeys):
         answers={"zero_quantized_weights": "set precision.gathers: int8 (docs/explain/slow_links.md)"},
     )  # fmt: skip
     reductions: str = key(
-        "none", "precision.reductions", "FSDP sends gradients of matrices in eight bits, with a scale for each block of "
-        "a row, and sums them in the type of precision.reduce",
+        "none", "precision.reductions", "FSDP sends gradients of matrices in eight bits, with a scale for each block "
+        "of a row, and sums them in the type of precision.reduce",
         choices=("none", "int8"), words={"qgz": "int8"},
         answers={"zero_quantized_gradients": "set precision.reductions: int8 (docs/explain/slow_links.md)"},
     )  # fmt: skip
