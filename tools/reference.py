@@ -600,6 +600,7 @@ RULES: tuple[tuple[str, Callable[..., Any], tuple[Case, ...]], ...] = (
     ("Secondary copies, gathers in eight bits, and a model", fsdp.violations, (
         Case("shard16+hpz8+offload_parameters", "llama-3.2-1b"), Case("shard16+hpz8+fp8", "llama-3.2-1b"),
         Case("shard16+qwz", "llama-3.2-1b", adapter=Lora()), Case("shard2.tp16+qwz", "llama-2-7b"),
+        Case("shard2.cp2+qgz", "llama-3.2-1b"),
     )),
     ("Batch", Layout.against_batch, (Case("shard4+mb2", batch=12),)),
     ("Context parallelism", ContextKeys.violations, (Case("cp4+2x3"),)),

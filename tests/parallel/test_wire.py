@@ -49,7 +49,7 @@ def test_every_rank_gets_the_rounded_weights(dtype: torch.dtype) -> None:
     [
         "step shard2+qwz gemma2", put_off("step shard4+hpz2+hier2+qwz mixtral"), "step shard2+qgz llama",
         put_off("step shard4+hpz2+hier2+qwz+qgz llama"), put_off("step shard4.ep2+qgz mixtral"),
-        put_off("step pp2.shard2+zb1p+qgz llama"), put_off("step dp2.shard2+zero1+qgz llama-dpo"),
+        put_off("step pp2.shard2+qgz llama"), put_off("step dp2.shard2+zero1+qgz llama-dpo"),
         put_off("step shard2.cp2+hier2+qgz llama"),
     ],
 )  # fmt: skip

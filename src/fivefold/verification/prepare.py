@@ -28,9 +28,8 @@ def prepare(case: ProofCase, layout: Layout, path: Path, device: str) -> None:
     tolerances."""
     precision, inputs, routers = layout.precision, row_linears(case), watched_routers(case)
     plan = plan_of_one_rank(case, layout)
-    rounds = layout if layout.reductions != "none" else None
     run = partial(
-        _run, case, precision, device, inputs, routers=routers, plan=plan, state_dtype=layout.state_dtype, layout=rounds
+        _run, case, precision, device, inputs, routers=routers, plan=plan, state_dtype=layout.state_dtype, layout=layout
     )
     reference = run()
     with reassociated():

@@ -56,7 +56,7 @@ class Reference:
         """`noise`: perturb the embedding by one ulp of `precision`. `model`: the unmodified model, which is copied;
         None: load it from the folder of the case. `routers`: those with counted and balanced load. `plan`: of one
         rank, which says how matmuls are multiplied. `state_dtype`: the type of the optimizer state. `layout`: whose
-        ranks round what they send of gradients, if they do."""
+        ranks may round what they send of gradients."""
         self.state_dtype = state_dtype
         self.case, self.precision, self.device = case, precision, device
         self.compute_dtype = COMPUTE_DTYPES[precision]
@@ -247,6 +247,7 @@ class Reference:
         if seen:
             seen.finish()
             self._keep("gradient", {name: p.grad for name, p in self.master.named_parameters()})
+            self._keep("raw", self.reductions.unrounded)
         if seen and self._evaluates_apart:  # logits are those of evaluation, which drops nothing
             with torch.no_grad():
                 for row, start, ids, _ in self._sequences(batch):

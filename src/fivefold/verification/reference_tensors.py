@@ -83,7 +83,8 @@ class ReferenceTensors:
 
     def recorded(self) -> list[str]:
         """Every key compared as a tensor; each gradient twice, before and after its reduction."""
-        return [key for key in self.about["norms"] if "/" in key] + [f"raw/{name}" for name in self.names("gradient")]
+        keys = [key for key in self.about["norms"] if "/" in key and not key.startswith("raw/")]
+        return keys + [f"raw/{name}" for name in self.names("gradient")]
 
     def numbers(self) -> list[str]:
         """The keys compared as numbers."""

@@ -60,6 +60,7 @@ class Reductions:
     def __init__(self, model: torch.nn.Module, senders: Senders) -> None:
         named = dict(model.named_parameters())
         self._of_rows = [(named[name], of_row) for name, of_row in senders.items()]
+        self._names, self.unrounded = list(senders), dict[str, Tensor]()
         self._parts: list[dict[tuple[int, int], Tensor]] = [{} for _ in self._of_rows]
 
     def take(self, row: int) -> None:
@@ -71,8 +72,9 @@ class Reductions:
                 parameter.grad = None
 
     def end(self) -> None:
-        """Round what each sender has, and add it up."""
-        for (parameter, _), parts in zip(self._of_rows, self._parts, strict=True):
+        """Round what each sender has, and add it up. `unrounded`: the sums without, by parameter."""
+        for name, (parameter, _), parts in zip(self._names, self._of_rows, self._parts, strict=True):
+            self.unrounded[name] = torch.stack([*parts.values()]).sum(0)
             for _, part in sorted(parts.items()):
                 rounded = sent(part, part.dtype)
                 parameter.grad = rounded if parameter.grad is None else parameter.grad + rounded
