@@ -39,8 +39,8 @@ def test_every_package_of_python_has_the_tested_version() -> None:
     installs = [part for run in of("RUN") for part in re.split(r"&&|;;", run) if "pip install" in part]
     assert len(installs) == 2 and all("--constraint constraints.txt" in install for install in installs)
     assert installs[0].split()[-1] == "torch" and re.search(r"^torch==[\d.]+$", CONSTRAINTS, re.MULTILINE)
-    extras = re.search(r"'\.\[(.+)\]'", installs[1])
-    assert extras and {*extras[1].split(",")} <= {*PROJECT["optional-dependencies"]}
+    (extras,) = (each.partition("=")[2] for each in of("ARG") if each.startswith("EXTRAS="))
+    assert installs[1].endswith('".[$EXTRAS]"') and {*extras.split(",")} <= {*PROJECT["optional-dependencies"]}
 
 
 def test_both_variants_name_their_index() -> None:

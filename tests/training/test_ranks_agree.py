@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from fivefold.core.errors import UserError
-from fivefold.training import preflight
+from fivefold.training import agreed, preflight
 from fivefold.training import run as run_module
 from tests.pool import run_ranks
 from tests.training.bodies import Ran, on_rank, run_dir, run_file
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.full
 
 def each_its_own(trees: list[dict[str, Any]], torch_version: str = "") -> Ran:
     """Train the tree of this rank; rank 1 with another version of torch, if one is given."""
-    rank, plain = dist.get_rank(), preflight.version
+    rank, plain = dist.get_rank(), agreed.version
 
     def version(package: str) -> str:
         return torch_version if torch_version and package == "torch" and rank == 1 else plain(package)
 
-    with patch.object(preflight, "version", version):
+    with patch.object(agreed, "version", version):
         return on_rank(trees[rank])
 
 
@@ -83,6 +83,6 @@ def test_a_key_that_rank_0_does_not_know() -> None:
 
 def with_more_on_rank_1() -> str:
     fields = {"train.seed": 7} | ({"log.new": 1} if dist.get_rank() else {})
-    with patch.object(preflight, "_fields", lambda *_: fields), pytest.raises(UserError) as caught:
+    with patch.object(agreed, "fields", lambda *_: fields), pytest.raises(UserError) as caught:
         preflight.check_ranks_agree(None, None)  # type: ignore[arg-type]
     return caught.value.what

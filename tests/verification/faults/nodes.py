@@ -1,8 +1,7 @@
 """Bugs of links that are not equal: collectives in two levels, secondary copies, gathers in eight bits, rows that are
 shared out by cost, and replicas that train apart."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +9,6 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold import torch_internals
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel.fsdp import runtime
 from fivefold.parallel.nodes.levels import Reduce
@@ -52,27 +50,6 @@ def sums_of_a_node_alone() -> Any:
             plain(self, *given, **named)
 
     return patch.object(Reduce, "__call__", of_this_node)
-
-
-@fault(
-    "a secondary copy outlives the optimizer's step",
-    known="a cache of weights that an update does not end",
-    layout="shard4+hpz2",
-    expects=[("collectives", r"node/all_gather")],
-)
-def copy_outlives_the_step() -> Any:
-    def to_copy(group: Any) -> None:
-        if group._training_state.name == "POST_BACKWARD" and not group.is_sharded:
-            group._to_sharded_post_forward()
-        else:
-            type(group)._to_sharded(group)
-
-    @contextmanager
-    def planted() -> Iterator[None]:
-        with patch.object(torch_internals, "_to_copy", to_copy), patch.object(runtime, "reshard", lambda model: None):
-            yield
-
-    return planted()
 
 
 @fault(
