@@ -63,7 +63,7 @@ def _units(plan: ParallelPlan) -> Units:
         copies=sum(map(fsdp.copy_bytes, fsdp.units)),
         sent=max((fsdp.sent_bytes(unit) for unit in sent), default=0),
         node=node_of_levels(plan.placement.grid),
-        codes_gradients=plan.layout.reductions != "none",
+        codes_gradients=any(map(fsdp.reduces_coded, fsdp.units)),
         by_fsdp=fsdp.is_used,
     )
 

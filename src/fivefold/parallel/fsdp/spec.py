@@ -304,8 +304,8 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
     of_rows = layout.cp * layout.tp
     parts = [unit for unit in fsdp.sharded if fsdp.reduces_coded(unit) and fsdp.summed_before(unit) % of_rows]
     for unit in parts[:1]:
-        over = f"cp {layout.cp}" if layout.cp > 1 else f"tp {layout.tp}"
-        what = f"reductions int8 of {unit.name or 'the head'}: {over} leaves each rank the gradient of a part of a row"
+        over = f"cp {layout.cp} x tp {layout.tp} ranks share a row"
+        what = f"reductions int8 of {unit.name or 'the head'}: {over}, and each has a part of its gradient"
         fix = "set layout.hierarchical to ranks that share whole rows, which are summed first, or leave int8 out"
         yield Violation("reductions", what, fix, more=more)
 
