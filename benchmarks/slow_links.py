@@ -128,7 +128,8 @@ def limit(rate: int) -> None:
     """Limit what this node sends to so many Mbit/s."""
     subprocess.run(["tc", "qdisc", "del", "dev", "eth0", "root"], capture_output=True)
     if rate:
-        shape = ("tbf", "rate", f"{rate}mbit", "burst", "128kb", "latency", "100ms")
+        burst = max(16, rate // 8)  # kilobytes: of a millisecond
+        shape = ("tbf", "rate", f"{rate}mbit", "burst", f"{burst}kb", "latency", "100ms")
         subprocess.run(["tc", "qdisc", "add", "dev", "eth0", "root", *shape], check=True)
 
 

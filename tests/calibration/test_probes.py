@@ -58,7 +58,7 @@ def test_bytes_of_a_collective_are_of_its_larger_buffer(monkeypatch: pytest.Monk
         call = lambda *tensors, name=name, group=None: sizes.update({name: tuple(each.numel() for each in tensors)})  # noqa: E731
         monkeypatch.setattr(probes.dist, name, call)
     monkeypatch.setattr(probes.dist, "barrier", lambda: None)
-    monkeypatch.setattr(probes, "_pass_on", lambda mine, theirs, _: sizes.update(send=(mine.numel(), theirs.numel())))
+    monkeypatch.setattr(probes, "_pass_on", lambda mine, theirs, *_: sizes.update(send=(mine.numel(), theirs.numel())))
     found = list(probes._collectives(TIMER, (4096,), of(4)))
     assert found == [
         (kind, 4096, 42.0) for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")

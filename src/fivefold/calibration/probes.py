@@ -48,7 +48,7 @@ def on_rank(request: Mapping[str, Any], world: World) -> Any:
         context=context,
         host=_host(timer, sizes.traffic) if device.type == "cuda" else 0.0,
         meeting=_meeting(timer, sizes, node) if meets else 0.0,
-        between=list(_collectives(timer, sizes.messages, dist.group.WORLD)) if has_others else [],
+        between=list(_collectives(timer, sizes.messages, dist.group.WORLD, world.local_size)) if has_others else [],
         meeting_between=_meeting(timer, sizes, dist.group.WORLD) if has_others and meets else 0.0,
     )
     ranks = plain.everywhere(asdict(found)) if world.size > 1 else [asdict(found)]
@@ -172,18 +172,21 @@ def _launch(timer: Timer) -> float:
     return timer.own_seconds(chain) / (2 * CHAIN)
 
 
-def _collectives(timer: Timer, messages: tuple[int, ...], group: dist.ProcessGroup | None) -> Iterator[Collective]:
-    """Time training's collectives, over a group. Bytes are of the larger buffer, or of what a rank sends."""
+def _collectives(
+    timer: Timer, messages: tuple[int, ...], group: dist.ProcessGroup | None, far: int = 1
+) -> Iterator[Collective]:
+    """Time training's collectives, over a group. Bytes are of the larger buffer, or of what a rank sends. `far`: how
+    many ranks on is the one that a rank sends to."""
     if group is None or group.size() == 1:
         return
     for size in messages:
-        for kind, whole, issue in issues(timer.device, size, group.size(), group):
+        for kind, whole, issue in issues(timer.device, size, group.size(), group, far):
             dist.barrier()
             yield kind, whole, timer.seconds(issue, together=True)
 
 
 def issues(
-    device: torch.device, size: int, ranks: int, group: dist.ProcessGroup | None = None
+    device: torch.device, size: int, ranks: int, group: dist.ProcessGroup | None = None, far: int = 1
 ) -> Iterator[tuple[str, int, Callable[[], object]]]:
     """Each kind of collective of about `size` bytes over a group of `ranks` (None: the world): its name, its bytes, and
     a function that issues it."""
@@ -195,7 +198,7 @@ def issues(
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
-        "send": lambda: _pass_on(whole, other, group),
+        "send": lambda: _pass_on(whole, other, group, far),
     }
     yield from ((kind, whole.numel() * 4, issue) for kind, issue in work.items())
 
@@ -216,11 +219,12 @@ def _meeting(timer: Timer, sizes: Sizes, group: dist.ProcessGroup | None) -> flo
     return max(0.0, median(found))
 
 
-def _pass_on(mine: torch.Tensor, theirs: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Send to the next rank of a group, while receiving from the previous one."""
+def _pass_on(mine: torch.Tensor, theirs: torch.Tensor, group: dist.ProcessGroup | None, far: int) -> None:
+    """Send to the rank of a group that is `far` ranks on, while receiving from the one as far before. With as many as a
+    node has, all of its ranks send over its link at once, as stages of a pipeline do."""
     ranks = dist.get_process_group_ranks(group)
     at = ranks.index(dist.get_rank())
-    after, before = ranks[(at + 1) % len(ranks)], ranks[at - 1]
+    after, before = ranks[(at + far) % len(ranks)], ranks[at - far]
     sends = [dist.P2POp(dist.isend, mine, after, group), dist.P2POp(dist.irecv, theirs, before, group)]
     for pending in dist.batch_isend_irecv(sends):
         pending.wait()
