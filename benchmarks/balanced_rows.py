@@ -106,7 +106,7 @@ def under_cp() -> list[dict[str, Any]]:
                 flops = 2 * costs.per_squared_length * pairs + costs.per_token * length // ranks
                 each = np.arange(CP_ROWS * ranks).reshape(CP_ROWS, ranks, 1)
                 numbers[kind] = [waiting(one.flatten(), each) for one in (flops, pairs)]
-                numbers[kind] += [mean(on_more_ranks(row, length, ranks) for row in every)]
+                numbers[kind] += [mean(float(on_more_ranks(row, length, ranks)) for row in every)]
             found.append(numbers)
     return found
 
