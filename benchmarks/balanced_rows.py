@@ -93,8 +93,8 @@ def planned() -> list[dict[str, Any]]:
 
 
 def under_cp() -> list[dict[str, Any]]:
-    """The part of their time that the ranks of cp wait in a row, of all FLOPs and of those of attention; and documents,
-    by tokens, on more ranks than their lengths ask for. Means over rows, before and after they are ordered."""
+    """The part of their time that the ranks of cp wait in a row, of all FLOPs and of those of attention, before and
+    after documents are ordered: over all rows."""
     costs, found = Costs.of(facts_of_config(MODEL)), []
     for length in LENGTHS:
         rows = [np.array(row, np.int64) for row in packed_rows(CP_ROWS, length)]
@@ -106,18 +106,7 @@ def under_cp() -> list[dict[str, Any]]:
                 flops = 2 * costs.per_squared_length * pairs + costs.per_token * length // ranks
                 each = np.arange(CP_ROWS * ranks).reshape(CP_ROWS, ranks, 1)
                 numbers[kind] = [waiting(one.flatten(), each) for one in (flops, pairs)]
-                numbers[kind] += [mean(float(on_more_ranks(row, length, ranks)) for row in every)]
             found.append(numbers)
-    return found
-
-
-def on_more_ranks(lengths: NDArray[np.int64], length: int, ranks: int) -> float:
-    """The number of documents that lie on more ranks than it takes to hold their tokens."""
-    chunk, ends = length // (2 * ranks), np.cumsum(lengths)
-    found = 0
-    for start, end in zip(ends - lengths, ends, strict=True):
-        chunks = range(start // chunk, (end - 1) // chunk + 1)
-        found += len({min(one, 2 * ranks - 1 - one) for one in chunks}) > -(-(end - start) // (2 * chunk))
     return found
 
 
@@ -183,12 +172,11 @@ def planned_table(rows: list[dict[str, Any]]) -> str:
 def cp_table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
     lines = ["| tokens of a row | cp | waiting, as packed | ordered | of attention, as packed | ordered |"]
-    lines[0] += " documents of a row on more ranks than they need, as packed | ordered |"
-    lines += ["| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
+    lines += ["| ---: | ---: | ---: | ---: | ---: | ---: |"]
     for row in rows:
-        (packed, attended, more), (ordered_, attended_, more_) = row["as packed"], row["ordered"]
+        (packed, attended), (ordered_, attended_) = row["as packed"], row["ordered"]
         waited = " | ".join(f"{100 * part:.1f} %" for part in (packed, ordered_, attended, attended_))
-        lines.append(f"| {row['length']:,} | {row['ranks']} | {waited} | {more:.1f} | {more_:.1f} |")
+        lines.append(f"| {row['length']:,} | {row['ranks']} | {waited} |")
     return "\n".join(lines)
 
 
