@@ -105,7 +105,13 @@ def lacks() -> str:
 
 @contextmanager
 def namespaces() -> Iterator[None]:
-    """Two namespaces with an `eth0` each, joined. They are gone afterwards."""
+    """Two namespaces with an `eth0` each, joined. They are gone afterwards, and so is what a killed run has left."""
+
+    def end() -> None:
+        for name in NODES:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+    end()
     try:
         for name in NODES:
             ip("netns", "add", name)
@@ -116,8 +122,7 @@ def namespaces() -> Iterator[None]:
                 ip("-n", name, "link", "set", device, "up")
         yield
     finally:
-        for name in NODES:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        end()
 
 
 def ip(*words: str) -> None:
