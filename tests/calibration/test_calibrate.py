@@ -40,20 +40,26 @@ def found_on(cluster: Cluster) -> Found:
 
     inside, between = cluster.node.inside.meet_us * 1e-6, cluster.node.between.meet_us * 1e-6
 
-    def collectives(ranks: int, meeting: float) -> Iterator[Collective]:
-        span = cluster.tier_of(range(ranks))
+    def collectives(ranks: range, meeting: float) -> Iterator[Collective]:
+        span = cluster.tier_of(ranks)
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
             for size in (2**12, 2**18, 2**26):
                 call = Call(axis="", kind=kind, bytes=size, phase="forward")
                 yield kind, size, seconds(cluster, span, call) - meeting * (kind != "send")
 
+    def between_nodes() -> dict[str, Any]:
+        if cluster.nodes == 1:
+            return {}
+        whole, apart = range(cluster.world), range(0, cluster.world, cluster.devices_per_node)
+        at = {"between": list(collectives(whole, between)), "apart": list(collectives(apart, between))}
+        return {**at, "meeting_between": between}
+
     return Found(
         matmuls=list(matmuls()), attention=[("bf16", 1e12, attention_seconds(chip, 1e12, "bf16"))],
         traffic=chip.memory_bytes_per_second, launch=chip.launch_us * 1e-6,
-        collectives=list(collectives(cluster.devices_per_node, inside)), memory=chip.memory_bytes,
+        collectives=list(collectives(range(cluster.devices_per_node), inside)), memory=chip.memory_bytes,
         context=int(chip.context_gib * 2**30), host=chip.host_gbs * 1e9, meeting=inside,
-        between=list(collectives(cluster.world, between)) if cluster.nodes > 1 else [],
-        meeting_between=between if cluster.nodes > 1 else 0.0,
+        **between_nodes(),
     )  # fmt: skip
 
 
@@ -74,7 +80,7 @@ def test_a_fit_finds_the_machine_again(text: str) -> None:
             ),
             between=replace(
                 table.node.between, gbs=0.1 * table.node.between.gbs, latency_us=780.0, decay=0.0,
-                meet_us=4560.0 * table.chip.is_host,
+                meet_us=4560.0 * table.chip.is_host, apart=0.6,
             ),
         ),
     )  # fmt: skip
@@ -94,7 +100,7 @@ def test_a_fit_finds_the_machine_again(text: str) -> None:
     if table.nodes > 1:
         between = mine.node.between
         assert between.bytes_per_second == pytest.approx(slow.node.between.bytes_per_second, rel=0.05)
-        assert between.latency_us == pytest.approx(780, rel=0.05)
+        assert (between.latency_us, between.apart) == (pytest.approx(780, rel=0.05), pytest.approx(0.6, rel=0.02))
         assert (between.meet_us, between.decay) == (pytest.approx(slow.node.between.meet_us), 0)
 
 

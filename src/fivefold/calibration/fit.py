@@ -52,6 +52,8 @@ def fitted(cluster: Cluster, found: Sequence[Found]) -> Table:
             node[tier] = link(cluster, tier, collectives)
             node[tier] |= {"meet_us": _short(meeting * 1e6)} if chip.is_host else {}
             cluster = _with_link(cluster, tier, **{key: value for key, value in node[tier].items() if key != "meet_us"})
+    if all_at_once.apart and cluster.devices_per_node > 1:
+        node["between"]["apart"] = apart(cluster, all_at_once.apart)
     return {"chip": fields, "node": node}
 
 
@@ -79,6 +81,7 @@ def _joined(found: Sequence[Found]) -> Found:
         meeting=max(one.meeting for one in found),
         between=each((one.between for one in found), max),
         meeting_between=max(one.meeting_between for one in found),
+        apart=each((one.apart for one in found), max),
     )
 
 
@@ -156,6 +159,25 @@ def link(cluster: Cluster, tier: str, found: Sequence[Collective]) -> Table:
     return {**_rate("gbs", "fraction", table, 1 / inverse), "latency_us": _short(latency), **decay}
 
 
+def apart(cluster: Cluster, found: Sequence[Collective]) -> float:
+    """Fit `Link.apart` to collectives over groups of one rank of each node: of the parts of the bandwidth that one of
+    them implies, the one with the smallest relative errors of all. `cluster`: with the link that was fitted."""
+    ranks = range(0, cluster.world, cluster.devices_per_node)
+
+    def priced(**link: float) -> list[float]:
+        there = _with_link(cluster, "between", meet_us=0.0, **link)
+        return [_of(there, ranks, sample) for sample in found]
+
+    alone, whole = priced(gbs=1e9, fraction=1.0), priced(apart=1.0)
+    implied = [(whole[at] - alone[at]) / max(took - alone[at], took / 10) for at, (*_, took) in enumerate(found)]
+    taken = np.array([sample[-1] for sample in found])
+
+    def error(part: float) -> float:
+        return float(np.abs(np.array(priced(apart=part)) / taken - 1).sum())
+
+    return _short(min(implied, key=error))
+
+
 def _with_link(cluster: Cluster, tier: str, **fields: float) -> Cluster:
     changed = replace(getattr(cluster.node, tier), **fields)
     return replace(cluster, node=replace(cluster.node, **{tier: changed}))
@@ -163,9 +185,13 @@ def _with_link(cluster: Cluster, tier: str, **fields: float) -> Cluster:
 
 def _priced(cluster: Cluster, tier: str, of: Collective) -> float:
     """Price a collective right after another, when all ranks are there."""
-    there, (kind, size, _) = _with_link(cluster, tier, meet_us=0.0), of
-    ranks = range(there.world if tier == "between" else there.devices_per_node)
-    return seconds(there, there.tier_of(ranks), Call(axis="", kind=kind, bytes=size, phase="forward"))
+    ranks = range(cluster.world if tier == "between" else cluster.devices_per_node)
+    return _of(_with_link(cluster, tier, meet_us=0.0), ranks, of)
+
+
+def _of(cluster: Cluster, ranks: range, of: Collective) -> float:
+    kind, size, _ = of
+    return seconds(cluster, cluster.tier_of(ranks), Call(axis="", kind=kind, bytes=size, phase="forward"))
 
 
 def _positive(columns: np.ndarray) -> tuple[float, float]:

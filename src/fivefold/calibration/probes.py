@@ -34,7 +34,7 @@ def on_rank(request: Mapping[str, Any], world: World) -> Any:
     device = torch.device(world.device)
     memory, context = _memory(device, world)
     timer = Timer(device, sizes.seconds)
-    node, has_others = _node(world)
+    node, apart = _groups(world)
     for group in filter(None, (node, dist.group.WORLD)):
         shared_memory.connect(group)  # as training does
     meets = device.type == "cpu"
@@ -48,8 +48,9 @@ def on_rank(request: Mapping[str, Any], world: World) -> Any:
         context=context,
         host=_host(timer, sizes.traffic) if device.type == "cuda" else 0.0,
         meeting=_meeting(timer, sizes, node) if meets else 0.0,
-        between=list(_collectives(timer, sizes.messages, dist.group.WORLD, world.local_size)) if has_others else [],
-        meeting_between=_meeting(timer, sizes, dist.group.WORLD) if has_others and meets else 0.0,
+        between=list(_collectives(timer, sizes.messages, dist.group.WORLD, world.local_size)) if apart else [],
+        meeting_between=_meeting(timer, sizes, dist.group.WORLD) if apart and meets else 0.0,
+        apart=list(_collectives(timer, sizes.messages, apart)),
     )
     ranks = plain.everywhere(asdict(found)) if world.size > 1 else [asdict(found)]
     return {"local_size": world.local_size, "ranks": ranks} if world.is_first else None
@@ -58,16 +59,20 @@ def on_rank(request: Mapping[str, Any], world: World) -> Any:
 on_worker = as_worker(on_rank)
 
 
-def _node(world: World) -> tuple[dist.ProcessGroup | None, bool]:
-    """The group of this node's ranks, None for one rank alone, and whether there are other nodes."""
+def _groups(world: World) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The group of this node's ranks, None for one rank alone, and that of the ranks with this one's place on all
+    nodes, None if there are no others."""
     if world.size == 1:
-        return None, False
-    firsts = plain.everywhere(world.rank - world.local_rank)
-    nodes = {first: [rank for rank, its in enumerate(firsts) if its == first] for first in firsts}
-    if len(nodes) == 1:
-        return dist.group.WORLD, False
-    groups = {first: dist.new_group(ranks) for first, ranks in nodes.items()}  # all ranks make all groups
-    return groups[world.rank - world.local_rank], True
+        return None, None
+    firsts, places = (plain.everywhere(each) for each in (world.rank - world.local_rank, world.local_rank))
+    if len({*firsts}) == 1:
+        return dist.group.WORLD, None
+
+    def own(of: list[int], mine: int) -> dist.ProcessGroup:
+        alike = {each: [rank for rank, its in enumerate(of) if its == each] for each in of}
+        return {each: dist.new_group(ranks) for each, ranks in alike.items()}[mine]  # all ranks make all groups
+
+    return own(firsts, world.rank - world.local_rank), own(places, world.local_rank)
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,10 @@ class Cluster:
         On 2x8xH100: ranks 0..7 use NVLink, 1 node, 8 a node; ranks 0 and 8 use the network, 2 nodes, 1 a node.
         """
         a_node = Counter(rank // self.domain for rank in ranks)
-        link = self.node.inside if len(a_node) == 1 else self.node.between
-        return Span(link, nodes=len(a_node), per_node=max(a_node.values()))
+        link, per_node = self.node.inside if len(a_node) == 1 else self.node.between, max(a_node.values())
+        if len(a_node) > 1 == per_node:
+            link = replace(link, fraction=link.fraction * link.apart)
+        return Span(link, nodes=len(a_node), per_node=per_node)
 
 
 def nodes_of(size: int, local_size: int) -> tuple[int, int]:
