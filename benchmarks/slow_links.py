@@ -175,7 +175,7 @@ def run_rank(local: int, node: int, args: argparse.Namespace) -> None:
         if local == 0:
             limit(rate)
         dist.barrier()
-        hardware[rate] = calibrated(world, rate)
+        hardware[rate] = calibrated(world)
         rows += [trained(layout, rate, world, args) for layout in args.layouts.split(",")]
         if world.is_first:
             print(*(json.dumps(row) for row in rows if row["rate"] == rate), sep="\n", flush=True)
@@ -185,14 +185,14 @@ def run_rank(local: int, node: int, args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def calibrated(world: Any, rate: int) -> str:
-    """The hardware file of `fivefold calibrate --nodes`, on the first rank. A slow link gets fewer bytes to carry."""
+def calibrated(world: Any) -> str:
+    """The hardware file of `fivefold calibrate --nodes`, on the first rank, with messages as large as these layers'."""
     from fivefold.calibration import probes
     from fivefold.calibration.calibrate import written
     from fivefold.calibration.found import Found, Sizes
     from fivefold.hardware.cluster import Cluster
 
-    messages = (2**12, 2**16, 2**20, *([2**22] if rate == 0 or rate > 100 else []))
+    messages = (2**12, 2**16, 2**20, 2**21)
     sizes = Sizes((64, 256, 1024), (128, 256, 512, 1024), (LENGTH,), 2**24, messages, 0.02)
     told = probes.on_rank({"sizes": asdict(sizes)}, world)
     if told is None:

@@ -25,6 +25,7 @@ from fivefold.training.peak_memory import resident
 BLOCKS = 5  # of repeats
 CHAIN = 64  # operations of one autograd graph
 HEAD = 64  # features of a head
+LATE = 0.003  # seconds: ranks on CPUs reach a collective milliseconds apart
 
 
 def on_rank(request: Mapping[str, Any], world: World) -> Any:
@@ -50,7 +51,7 @@ def on_rank(request: Mapping[str, Any], world: World) -> Any:
         meeting=_meeting(timer, sizes, node) if meets else 0.0,
         between=list(_collectives(timer, sizes.messages, dist.group.WORLD, world.local_size)) if apart else [],
         meeting_between=_meeting(timer, sizes, dist.group.WORLD) if apart and meets else 0.0,
-        apart=list(_collectives(timer, sizes.messages, apart)),
+        apart=list(_collectives(timer, sizes.messages, apart, late=LATE if meets else 0.0)),
     )
     ranks = plain.everywhere(asdict(found)) if world.size > 1 else [asdict(found)]
     return {"local_size": world.local_size, "ranks": ranks} if world.is_first else None
@@ -178,16 +179,19 @@ def _launch(timer: Timer) -> float:
 
 
 def _collectives(
-    timer: Timer, messages: tuple[int, ...], group: dist.ProcessGroup | None, far: int = 1
+    timer: Timer, messages: tuple[int, ...], group: dist.ProcessGroup | None, far: int = 1, late: float = 0.0
 ) -> Iterator[Collective]:
     """Time training's collectives, over a group. Bytes are of the larger buffer, or of what a rank sends. `far`: how
-    many ranks on is the one that a rank sends to."""
+    many ranks on is the one that a rank sends to. `late`: seconds that every second rank comes later, which are not
+    counted: with gloo its permission to send then waits behind what it sends itself, so that two ranks take turns."""
     if group is None or group.size() == 1:
         return
+    behind = late * (group.rank() % 2) if late else 0.0
     for size in messages:
         for kind, whole, issue in issues(timer.device, size, group.size(), group, far):
             dist.barrier()
-            yield kind, whole, timer.seconds(issue, together=True)
+            work = (lambda issue=issue: (time.sleep(behind), issue())) if behind else issue
+            yield kind, whole, timer.seconds(work, together=True) - late
 
 
 def issues(
