@@ -116,6 +116,15 @@ def test_two_factors_are_positive_and_heed_no_outlier() -> None:
     assert latency == 1e-9 and 0.5 <= per_byte <= 0.6
 
 
+def test_a_hop_without_latency_is_a_number_of_a_file() -> None:
+    """Where bytes explain more than all of the seconds, as on a busy machine."""
+    table = Cluster.parse("2x2xcpu")
+    found = found_on(table)
+    odd = replace(found, between=[(kind, size, size * 1e-6) for kind, size, _ in found.between])
+    mine = hardware_file.parsed(hardware_file.text({"cluster": table.text, **fitted(table, [odd])}))
+    assert mine.node.between.latency_us == 0 < mine.node.between.bytes_per_second
+
+
 def test_what_is_far_off_its_fit_is_told() -> None:
     """All matmuls but one take half as long again: the median says it. Links alone are enough to measure again."""
     table = Cluster.parse("4xcpu")

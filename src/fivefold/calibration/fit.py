@@ -15,7 +15,7 @@ import numpy as np
 
 from fivefold.calibration.found import Attention, Collective, Found, Matmul
 from fivefold.core.units import GIB
-from fivefold.hardware.chip import Chip
+from fivefold.hardware.chip import LEAST, Chip
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.collectives import Call
 from fivefold.planner.compute import Product, matmul_seconds
@@ -156,6 +156,7 @@ def link(cluster: Cluster, tier: str, found: Sequence[Collective]) -> Table:
     latency, inverse = _positive(columns)
     table = getattr(cluster.node, tier).gbs
     decay = {"decay": 0.0} if tier == "between" else {}  # of more nodes than these nothing is known
+    latency = 0.0 if latency < LEAST else latency
     return {**_rate("gbs", "fraction", table, 1 / inverse), "latency_us": _short(latency), **decay}
 
 

@@ -40,7 +40,7 @@ _DEFAULTS = {
 }  # fmt: skip
 
 # Range of the numbers in a user's file, but for those below: beyond it, seconds and bytes are no numbers.
-_LEAST, _MOST = 1e-6, 1e9
+LEAST, _MOST = 1e-6, 1e9
 _MOST_DECAY = 1  # nodes together never carry less than one of them
 _MOST_DOUBT = 10  # a factor of 5 on each side
 _WORDS = ("aliases", "names", "chips")  # lists of strings; other lists hold integers and keep the table's length
@@ -328,7 +328,7 @@ def _fits(place: str, value: Any, old: Any) -> bool:
         return False
     own = {"decay": _MOST_DECAY, "doubt": _MOST_DOUBT}
     most = 1 if "fraction" in place else own.get(place.split()[-1], _MOST)
-    return _LEAST <= value <= most or (value == 0 and place.endswith(_MAY_BE_ZERO))
+    return LEAST <= value <= most or (value == 0 and place.endswith(_MAY_BE_ZERO))
 
 
 def _fits_list(place: str, value: list[Any], old: list[Any]) -> bool:
