@@ -9,7 +9,6 @@ import gc
 import os
 import re
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ import torch  # noqa: E402
 
 from tests import starts  # noqa: E402
 from tests.leftovers import Leftovers  # noqa: E402
+from tests.pool import close_all, unsynchronised  # noqa: E402
 from tests.progress import Progress  # noqa: E402
 
 SLOWEST = 10  # files that are shown
@@ -51,6 +51,7 @@ LONG = (
 )  # fmt: skip
 
 torch.set_num_threads(1)
+os.fsync = unsynchronised
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script; commands inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -150,9 +151,7 @@ def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
     """A run that leaves a process, a file or a change of the working tree behind has failed."""
     if (left := session.config.stash.get(_LEFT, None)) is None:
         return
-    pool = sys.modules.get("tests.pool")
-    if pool is not None:
-        pool.close_all()
+    close_all()
     found = session.config.stash[_FOUND] = left.found()
     if found and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
