@@ -47,8 +47,8 @@ READ_ONLY = ("fivefold verify ", "fivefold plan ", "fivefold doctor ")
 
 # What is added to a command to make it short; nothing else about it changes.
 SHORT = {
-    r"(torchrun .* -m )?fivefold(\.cli)? train ": "train.max_steps=2 train.global_batch_size=4 train.micro_batch_size=2 "
-    "data.seq_length=128",
+    r"(torchrun .* -m )?fivefold(\.cli)? train ": "train.max_steps=2 train.global_batch_size=4 "
+    "train.micro_batch_size=2 data.seq_length=128",
     r"fivefold train ($|run\.name=)": "data.train=notes.txt",  # the demo's text takes a while to read
     r"fivefold verify notes\.yaml ": "--quick",
     r".*fivefold generate ": "--max-new-tokens 9",
