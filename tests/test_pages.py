@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from unittest.mock import patch
 
@@ -218,12 +219,18 @@ def shortened(command: str) -> str:
     return " ".join([command, *(more for begin, more in SHORT.items() if re.match(begin, command + " "))])
 
 
+EACH_BY_ITSELF = "import runpy, sys; [runpy.run_path(each, run_name='__main__') for each in sys.argv[1:]]"
+
+
+def run_python(found: list[Block], folder: Path) -> None:
+    """One script after the other in one process, which imports torch once."""
+    for number, block in enumerate(found):
+        (folder / f"block_{number}.py").write_text(block.text, encoding="utf-8")
+    as_process([sys.executable, "-c", EACH_BY_ITSELF, *(f"block_{number}.py" for number in range(len(found)))], folder)
+
+
 def run(block: Block, folder: Path) -> None:
     """One command after the other, those that are no `fivefold` as processes. What stands in `<<` is written first."""
-    if block.language == "python":
-        (folder / "block.py").write_text(block.text, encoding="utf-8")
-        as_process([sys.executable, "block.py"], folder)
-        return
     commands = block.commands
     if "<<" in block.text:
         commands = [command for command in commands if command.startswith("fivefold ")]
@@ -256,9 +263,12 @@ def test_every_block_of_a_page_runs(page: str, reader: Path, tmp_path: Path) -> 
     for block in BLOCKS:
         if block.page == page and block.file and not block.not_run:
             block.write(folder)
-    for block in RUN:
-        if block.page == page:
-            run(block, folder)
+    for language, found in groupby((block for block in RUN if block.page == page), lambda block: block.language):
+        if language == "python":
+            run_python([*found], folder)
+        else:
+            for block in found:
+                run(block, folder)
 
 
 def test_every_page_with_a_test_of_its_own_is_there() -> None:
