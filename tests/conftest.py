@@ -42,12 +42,13 @@ SLOWEST = 10  # files that are shown
 STARTED = time.monotonic()
 # Files that take long, the longest first. They come before the others, so that no process is left alone with one.
 LONG = (
-    "verification/test_core.py", "test_readme.py", "parallel/test_matrix.py", "verification/test_faults.py",
-    "training/test_checks.py", "launch/test_restart.py", "training/test_compile.py", "training/test_offload.py",
-    "checkpoint/test_killed_save.py", "verification/test_command.py", "parallel/test_families.py",
-    "parallel/test_rehearsal.py", "models/test_families.py", "training/test_run.py",
-    "training/test_preference_runs.py", "parallel/test_fp8.py", "generation/test_decode.py",
-    "parallel/test_composition.py", "planner/test_search.py", "checkpoint/test_reshard.py",
+    "verification/test_core.py", "verification/test_faults.py", "parallel/test_matrix.py", "test_readme.py",
+    "test_pages.py", "parallel/test_rehearsal.py", "training/test_checks.py", "parallel/test_adapter.py",
+    "parallel/test_copies.py", "api/test_edges.py", "generation/test_decode.py", "parallel/test_families.py",
+    "training/test_offload.py", "verification/test_command.py", "launch/test_restart.py",
+    "training/test_preference_runs.py", "test_commands.py", "planner/test_search.py", "parallel/test_fp8.py",
+    "api/test_callbacks.py", "checkpoint/test_reshard.py", "training/test_run.py", "training/test_compile.py",
+    "api/test_optimizer.py",
 )  # fmt: skip
 
 torch.set_num_threads(1)
