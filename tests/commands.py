@@ -7,8 +7,8 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, chdir, nullcontext, redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, chdir, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,17 +42,28 @@ def as_process(command: Sequence[str], folder: Path) -> str:
 
 def fivefold(arguments: Sequence[str], folder: Path, *, code: int = 0, fault: str | None = None) -> str:
     """What the command prints, run in `folder`. It must end with `code`. `fault`: the workers have that bug."""
-    screen = io.StringIO()
+    with _here(folder, fault) as screen, pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == code, screen.getvalue()
+    return screen.getvalue()
+
+
+def python(text: str, folder: Path) -> str:
+    """What a script prints, run in `folder`."""
+    with _here(folder) as screen:
+        exec(compile(text, "script.py", "exec"), {"__name__": "__main__"})
+    return screen.getvalue()
+
+
+@contextmanager
+def _here(folder: Path, fault: str | None = None) -> Iterator[io.StringIO]:
+    """Inside, `folder` is the current one, workers are those of the pool, and what is printed is kept."""
     with ExitStack() as stack:
         for module in STARTERS:
             stack.enter_context(patch(f"{module}.Workers", Crew))
             stack.enter_context(patch(f"{module}.start_workers", partial(_on_the_pool, fault)))
         stack.enter_context(chdir(folder))
-        stack.enter_context(redirect_stdout(screen))
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-    assert ended.value.code == code, screen.getvalue()
-    return screen.getvalue()
+        yield stack.enter_context(redirect_stdout(io.StringIO()))
 
 
 @dataclass

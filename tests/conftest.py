@@ -9,7 +9,6 @@ import gc
 import os
 import re
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -36,21 +35,24 @@ import torch  # noqa: E402
 
 from tests import starts  # noqa: E402
 from tests.leftovers import Leftovers  # noqa: E402
+from tests.pool import close_all, unsynchronised  # noqa: E402
 from tests.progress import Progress  # noqa: E402
 
 SLOWEST = 10  # files that are shown
 STARTED = time.monotonic()
 # Files that take long, the longest first. They come before the others, so that no process is left alone with one.
 LONG = (
-    "verification/test_core.py", "test_readme.py", "parallel/test_matrix.py", "verification/test_faults.py",
-    "training/test_checks.py", "launch/test_restart.py", "training/test_compile.py", "training/test_offload.py",
-    "checkpoint/test_killed_save.py", "verification/test_command.py", "parallel/test_families.py",
-    "parallel/test_rehearsal.py", "models/test_families.py", "training/test_run.py",
-    "training/test_preference_runs.py", "parallel/test_fp8.py", "generation/test_decode.py",
-    "parallel/test_composition.py", "planner/test_search.py", "checkpoint/test_reshard.py",
+    "verification/test_core.py", "verification/test_faults.py", "parallel/test_matrix.py", "test_readme.py",
+    "test_pages.py", "parallel/test_rehearsal.py", "training/test_checks.py", "parallel/test_adapter.py",
+    "parallel/test_copies.py", "api/test_edges.py", "generation/test_decode.py", "parallel/test_families.py",
+    "training/test_offload.py", "verification/test_command.py", "launch/test_restart.py",
+    "training/test_preference_runs.py", "test_commands.py", "planner/test_search.py", "parallel/test_fp8.py",
+    "api/test_callbacks.py", "checkpoint/test_reshard.py", "training/test_run.py", "training/test_compile.py",
+    "api/test_optimizer.py",
 )  # fmt: skip
 
 torch.set_num_threads(1)
+os.fsync = unsynchronised
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script; commands inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -150,9 +152,7 @@ def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
     """A run that leaves a process, a file or a change of the working tree behind has failed."""
     if (left := session.config.stash.get(_LEFT, None)) is None:
         return
-    pool = sys.modules.get("tests.pool")
-    if pool is not None:
-        pool.close_all()
+    close_all()
     found = session.config.stash[_FOUND] = left.found()
     if found and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -31,6 +31,10 @@ END_GROUPS = "end groups"
 MOST_THREADS = 100  # of a worker, then its pool is started afresh
 
 
+def unsynchronised(_: int) -> None:
+    """In the place of `os.fsync`: no test takes the power from the machine, and disks are slow."""
+
+
 class RankError(AssertionError):
     """A rank raised, died or hung; the message holds the traceback of every rank that raised."""
 
@@ -132,6 +136,9 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     faulthandler.enable(crash)
     torch.set_num_threads(1)
     collect_what_is_new()
+    # At its end a run would give back to the collector all that was imported, and the collection that ends each call
+    # would look through it from then on: a third of a second of every rank.
+    vars(gc).update(freeze=lambda: None, unfreeze=lambda: None)
     dist.init_process_group(
         "gloo",
         rank=rank,

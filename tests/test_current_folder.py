@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import BIN, as_process
+from tests.tiers import put_off
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "numpy", "yaml", "fivefold", "sitecustomize")
 TINY = [
@@ -14,20 +15,24 @@ TINY = [
     "train.global_batch_size=4", "train.micro_batch_size=2", "layout=shard2", "run.name=run", "sample.prompts=[a]",
 ]  # fmt: skip
 COMMANDS = [
-    ["train", *TINY], ["train", *TINY, "layout=tp2", "train.max_steps=3"], ["data", *TINY], ["doctor", "demo"],
-    ["plan", "demo", "--cluster", "8xH100"], ["generate", "runs/run", "--prompt", "a", "--max-new-tokens", "2"],
+    ["train", *TINY], ["data", *TINY], ["doctor", "demo"], ["plan", "demo", "--cluster", "8xH100"],
     ["generate", "runs/run", "--prompt", "a", "--max-new-tokens", "2", "--layout", "tp2"],
     ["export", "runs/run", "model"], ["evaluate", "model", "--text", "notes.txt", "--layout", "tp2"],
     ["verify", *TINY, "--quick", "--layouts", "tp2"], ["report", "runs/run"],
 ]  # fmt: skip
+AGAIN = [
+    COMMANDS[0], ["train", *TINY, "layout=tp2", "train.max_steps=3"],
+    ["generate", "runs/run", "--prompt", "a", "--max-new-tokens", "2"],
+]  # fmt: skip
 
 
 @pytest.mark.full
-def test_no_verb_runs_a_file_of_the_current_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("commands", [COMMANDS, put_off(AGAIN)], ids=["each", "resumed and alone"])
+def test_no_verb_runs_a_file_of_the_current_folder(commands: list[list[str]], tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("".join(f"{number} is a number. " for number in range(2000)), "utf-8")
     for name in (*sys.stdlib_module_names, *PACKAGES):
         (tmp_path / f"{name}.py").write_text("open('executed', 'a').write(__name__)\nraise SystemExit(77)\n", "utf-8")
-    for command in COMMANDS:
+    for command in commands:
         as_process([str(BIN / "fivefold"), *command], tmp_path)
         assert not (tmp_path / "executed").exists(), command
 

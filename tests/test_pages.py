@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from unittest.mock import patch
 
@@ -36,12 +37,19 @@ OWN = {
 # Pages of proofs and of runs whose like guards a merge elsewhere.
 CAMPAIGN = {
     f"docs/{name}.md"
-    for name in ("explain/context", "explain/fp8", "howto/distillation", "howto/python", "howto/verify")
-}
+    for name in (
+        "explain/context", "explain/fp8", "howto/checkpoints", "howto/distillation", "howto/python", "howto/run_file",
+        "howto/verify",
+    )
+}  # fmt: skip
+# A line that tests/test_readme.py runs too, and that leaves nothing which a later one reads.
+OF_README = {command for block in blocks(ROOT / "README.md") for command in block.commands if block.language == "bash"}
+READ_ONLY = ("fivefold verify ", "fivefold plan ", "fivefold doctor ")
 
 # What is added to a command to make it short; nothing else about it changes.
 SHORT = {
-    r"fivefold train ": "train.max_steps=2 train.global_batch_size=4 train.micro_batch_size=2 data.seq_length=128",
+    r"(torchrun .* -m )?fivefold(\.cli)? train ": "train.max_steps=2 train.global_batch_size=4 "
+    "train.micro_batch_size=2 data.seq_length=128",
     r"fivefold train ($|run\.name=)": "data.train=notes.txt",  # the demo's text takes a while to read
     r"fivefold verify notes\.yaml ": "--quick",
     r".*fivefold generate ": "--max-new-tokens 9",
@@ -211,18 +219,26 @@ def shortened(command: str) -> str:
     return " ".join([command, *(more for begin, more in SHORT.items() if re.match(begin, command + " "))])
 
 
+EACH_BY_ITSELF = "import runpy, sys; [runpy.run_path(each, run_name='__main__') for each in sys.argv[1:]]"
+
+
+def run_python(found: list[Block], folder: Path) -> None:
+    """One script after the other in one process, which imports torch once."""
+    for number, block in enumerate(found):
+        (folder / f"block_{number}.py").write_text(block.text, encoding="utf-8")
+    as_process([sys.executable, "-c", EACH_BY_ITSELF, *(f"block_{number}.py" for number in range(len(found)))], folder)
+
+
 def run(block: Block, folder: Path) -> None:
     """One command after the other, those that are no `fivefold` as processes. What stands in `<<` is written first."""
-    if block.language == "python":
-        (folder / "block.py").write_text(block.text, encoding="utf-8")
-        as_process([sys.executable, "block.py"], folder)
-        return
     commands = block.commands
     if "<<" in block.text:
         commands = [command for command in commands if command.startswith("fivefold ")]
         script = re.sub(r"^fivefold .*$", "", block.text, flags=re.MULTILINE)
         as_process(["bash", "-e", "-c", script], folder)
     for command in commands:
+        if command in OF_README and command.startswith(READ_ONLY):
+            continue
         line, _, out = shortened(command).partition(" > ")
         before, _, line = line.rpartition(" | ")
         words = shlex.split(line)
@@ -247,9 +263,12 @@ def test_every_block_of_a_page_runs(page: str, reader: Path, tmp_path: Path) -> 
     for block in BLOCKS:
         if block.page == page and block.file and not block.not_run:
             block.write(folder)
-    for block in RUN:
-        if block.page == page:
-            run(block, folder)
+    for language, found in groupby((block for block in RUN if block.page == page), lambda block: block.language):
+        if language == "python":
+            run_python([*found], folder)
+        else:
+            for block in found:
+                run(block, folder)
 
 
 def test_every_page_with_a_test_of_its_own_is_there() -> None:

@@ -4,12 +4,11 @@ of each kind as a process, as a user has it, the others in this one (`tests/comm
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.commands import BIN, as_process, fivefold
+from tests.commands import BIN, as_process, fivefold, python
 from tests.pages import DOCS, ROOT, Block, blocks
 
 BLOCKS = list(blocks(ROOT / "README.md"))
@@ -17,11 +16,8 @@ BLOCKS = list(blocks(ROOT / "README.md"))
 # Lines of a block that is run otherwise: `test_make_runs_the_plain_lines_of_the_readme` holds them to the Makefile.
 BY_MAKE = ["python3 -m venv .venv", ".venv/bin/python -m pip install -c constraints.txt -e '.[dev]'"]
 
-# The first two; other verbs are processes in `tests/test_commands.py`. A command that is no `fivefold` always is one.
-PROCESSES = {
-    ".venv/bin/fivefold train",
-    "fivefold train notes.yaml",
-}
+# The first; other verbs are processes in `tests/test_commands.py`. A command that is no `fivefold` always is one.
+PROCESSES = {".venv/bin/fivefold train"}
 
 # What is added to a command to make it short; nothing else about it changes.
 SHORT = {
@@ -72,8 +68,7 @@ def test_every_command_runs(command: str, folder: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("block", [block for block in of("python") if not block.file], ids=str)
 def test_every_python_block_runs(block: Block, folder: Path) -> None:
-    (folder / "block.py").write_text(block.text, encoding="utf-8")
-    assert as_process([sys.executable, "block.py"], folder)
+    assert python(block.text, folder)
 
 
 def test_a_block_with_a_name_is_run_by_a_command() -> None:

@@ -27,8 +27,11 @@ def first_of_each(cases: Iterable[Any], kind: Callable[[Any], Hashable], *, keep
     return found
 
 
-def covering(cases: Iterable[Any], facts: Callable[[Any], Collection[Hashable]], share: float) -> list[Any]:
-    """The cases in their order, all marked `campaign` but the few that together have `share` of all facts.
+def covering(
+    cases: Iterable[Any], facts: Callable[[Any], Collection[Hashable]], share: float, *, known: Iterable[Hashable] = ()
+) -> list[Any]:
+    """The cases in their order, all marked `campaign` but the few that together have `share` of all facts, with those
+    that are `known` from other tests of every run.
 
     They are chosen one by one: the next one has the most facts that the others lack. Example: of `["ab", "bcd", "a"]`,
     whose facts are their letters, `covering(cases, set, 0.7)` leaves `bcd`, which has three of four.
@@ -36,7 +39,7 @@ def covering(cases: Iterable[Any], facts: Callable[[Any], Collection[Hashable]],
     listed = list(cases)
     facts_of = [set(facts(case)) for case in listed]
     every_fact = set[Hashable]().union(*facts_of)
-    met, kept = set[Hashable](), set[int]()
+    met, kept = every_fact & set(known), set[int]()
     while len(met) < share * len(every_fact):
         best = max(range(len(listed)), key=lambda at: len(facts_of[at] - met))
         met |= facts_of[best]

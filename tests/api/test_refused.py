@@ -7,6 +7,7 @@ import fivefold as ff
 from tests.api import refused
 from tests.api.loop import build
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 PARTS = ("shard2", "dp2", "tp2", "cp2", "pp2")
 
@@ -29,7 +30,7 @@ def test_a_plain_backward_is_refused_and_the_next_step_is_right(layout: str, nam
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "ranks"), [*((each, 2) for each in PARTS), ("dp2.shard2", 4)])
+@pytest.mark.parametrize(("layout", "ranks"), [*((each, 2) for each in PARTS), put_off("dp2.shard2", 4)])
 def test_a_number_of_a_part_is_refused(layout: str, ranks: int) -> None:
     assert all(run_ranks(ranks, refused.numbers, layout))
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.benchmarks import sweep
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 # Refused before: why.
 ONCE_REFUSED = {
@@ -53,8 +54,14 @@ def test_switches_that_crashed_are_right(model_class: str, changed: dict[str, An
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["tp2", "tp2+nosp"])
-@pytest.mark.parametrize("model_class", SHARED_EXPERTS)
+@pytest.mark.parametrize(
+    ("model_class", "layout"),
+    [
+        pair if tp == at % 2 else put_off(*pair)
+        for at, each in enumerate(SHARED_EXPERTS)
+        for tp, pair in enumerate(((each, "tp2"), (each, "tp2+nosp")))
+    ],
+)
 def test_shared_experts_and_their_gates_are_split(model_class: str, layout: str) -> None:
     verdict = sweep.module("held_against").judged(run_ranks(2, sweep.on_rank, model_class, layout))
     assert verdict.kind == "right", verdict

@@ -5,6 +5,7 @@ child kills itself at the n-th call of `core/files.py`, for every n there is.
 """
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -111,13 +112,14 @@ def content(folder: Path) -> set[float]:
 def test_the_old_step_or_the_new_one_never_a_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     keep = 1
     monkeypatch.setattr(files, "AT_ONCE", 32)  # so that files are cut in their middle, too
-    save_step(tmp_path / "whole", 1, keep)
+    save_step(tmp_path / "before", 1, keep)
+    shutil.copytree(tmp_path / "before", tmp_path / "whole")
     _, calls = in_child(lambda: save_step(tmp_path / "whole", 2, keep), None)
     assert calls > 150
     outcomes = []
     for at in range(0, calls, every):
         directory = tmp_path / f"{at}"
-        save_step(directory, 1, keep)
+        shutil.copytree(tmp_path / "before", directory)
         died, _ = in_child(lambda: save_step(directory, 2, keep), at)  # noqa: B023
         assert died == signal.SIGKILL
         folder = newest(directory)
@@ -137,17 +139,15 @@ def test_the_old_step_or_the_new_one_never_a_mix(tmp_path: Path, monkeypatch: py
 def test_the_best_stays_whenever_a_save_is_killed(tmp_path: Path, best: tuple[int, ...]) -> None:
     """A better one is there before it goes, and it is never what a run goes on from where a newer one is whole."""
 
-    def prepare(directory: Path) -> None:
-        save_step(directory, 1, 1)
-        save_step(directory, 2, 1, (1,))
-        assert sorted(path.name for path in directory.iterdir()) == [step_folder(1), step_folder(2)]
-
-    prepare(tmp_path / "whole")
+    save_step(tmp_path / "before", 1, 1)
+    save_step(tmp_path / "before", 2, 1, (1,))
+    assert sorted(path.name for path in (tmp_path / "before").iterdir()) == [step_folder(1), step_folder(2)]
+    shutil.copytree(tmp_path / "before", tmp_path / "whole")
     _, calls = in_child(lambda: save_step(tmp_path / "whole", 3, 1, best), None)
     outcomes = []
     for at in (*range(0, calls - 40, 37), *range(calls - 40, calls)):  # renames and removals are among the last
         directory = tmp_path / f"{at}"
-        prepare(directory)
+        shutil.copytree(tmp_path / "before", directory)
         died, _ = in_child(lambda: save_step(directory, 3, 1, best), at)  # noqa: B023
         assert died == signal.SIGKILL
         there = {step for step in (1, 2, 3) if is_valid(directory / step_folder(step))}
@@ -205,20 +205,18 @@ def test_what_takes_the_name_of_a_step_is_on_the_disk(
 
 
 @pytest.mark.full
-def test_a_damaged_step_is_replaced_or_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [7, put_off(1)])
+def test_a_damaged_step_is_replaced_or_stays(tmp_path: Path, every: int) -> None:
     """The step that is saved again because its first copy is damaged: an older valid one is there at every moment."""
-
-    def prepare(directory: Path) -> None:
-        save_step(directory, 1, 3)
-        save_step(directory, 2, 3)
-        file = directory / step_folder(2) / "weight-00000.safetensors"
-        file.write_bytes(file.read_bytes()[:-1] + b"x")
-
-    prepare(tmp_path / "whole")
+    save_step(tmp_path / "before", 1, 3)
+    save_step(tmp_path / "before", 2, 3)
+    file = tmp_path / "before" / step_folder(2) / "weight-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    shutil.copytree(tmp_path / "before", tmp_path / "whole")
     _, calls = in_child(lambda: save_step(tmp_path / "whole", 2, 3), None)
-    for at in range(calls):
+    for at in (*range(0, calls - 30, every), *range(calls - 30, calls)):  # renames and removals are among the last
         directory = tmp_path / f"{at}"
-        prepare(directory)
+        shutil.copytree(tmp_path / "before", directory)
         in_child(lambda: save_step(directory, 2, 3), at)  # noqa: B023
         assert is_valid(directory / step_folder(1))
         assert content(directory / step_folder(1)) == {1.0}
@@ -227,13 +225,13 @@ def test_a_damaged_step_is_replaced_or_stays(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_checkpoint_that_is_replaced_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     """`ff.save` with `overwrite`: `ff.load` finds one of them at every moment, and so does the next save."""
-    save_at(tmp_path / "whole", 1, None)
-    _, calls = in_child(lambda: save_at(tmp_path / "whole", 2, None), None)
+    save_at(tmp_path / "before" / "last", 1, None)
+    shutil.copytree(tmp_path / "before", tmp_path / "whole")
+    _, calls = in_child(lambda: save_at(tmp_path / "whole" / "last", 2, None), None)
     outcomes, gaps = [], 0
     for at in (*range(0, calls - 30, 40), *range(calls - 30, calls)):  # the two renames are among the last
         folder = tmp_path / f"{at}" / "last"
-        folder.parent.mkdir()
-        save_at(folder, 1, None)
+        shutil.copytree(tmp_path / "before", folder.parent)
         in_child(lambda: save_at(folder, 2, None), at)  # noqa: B023
         found = saving.standing(folder)
         assert is_valid(found)

@@ -55,7 +55,7 @@ def test_greedy_is_that_of_transformers_on_every_rank(case: Case) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["single+fp64", "tp2+fp64", "shard2.tp2+fp64", "pp2+fp64"])
+@pytest.mark.parametrize("layout", ["tp2+fp64", "pp2+fp64", put_off("single+fp64"), put_off("shard2.tp2+fp64")])
 @pytest.mark.parametrize("family", every(["llama", "qwen3"], 2))
 def test_the_cache_changes_nothing(layout: str, family: str) -> None:
     case = Case(layout, family)
@@ -88,7 +88,7 @@ def test_the_end_of_text_is_the_last_token() -> None:
     "layout",
     [
         "shard2+fp32+zero1",
-        "shard2.tp2+fp32+zero2",
+        put_off("shard2.tp2+fp32+zero2"),
         put_off("shard2+fp32"),
         put_off("tp2+fp32"),
         put_off("shard4+hpz2+hier2+fp32"),
@@ -153,7 +153,7 @@ CHUNKED = Case(
     ),
 )  # fmt: skip
 BATCHED = [
-    Case("single+fp32"),
+    put_off(Case("single+fp32")),
     Case("tp2+fp32", "qwen3"),
     Case("shard2+fp32", tied=True),
     Case("pp2+fp32"),
@@ -224,7 +224,7 @@ def test_a_text_is_drawn_the_same_alone_and_in_a_batch() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "case", [Case("single+fp32"), Case("tp2+fp32"), Case("pp2+fp32"), CHUNKED],
+    "case", [put_off(Case("single+fp32")), Case("tp2+fp32"), Case("pp2+fp32"), CHUNKED],
     ids=lambda case: f"{case.layout}-{case.family}",
 )  # fmt: skip
 def test_what_the_cache_holds_is_not_computed_again(case: Case) -> None:

@@ -16,6 +16,7 @@ from tests.checkpoint.folders import OVERRIDES, hf_folder, save_run
 from tests.generation.ranks import from_folder
 from tests.parity import Case
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 pytestmark = pytest.mark.full
 
@@ -38,8 +39,14 @@ def expected(folder: Path) -> str:
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
-@pytest.mark.parametrize("layout", ["single", "shard2", "tp2", "shard2.tp2", "dp2.tp2+fp64"])
-@pytest.mark.parametrize("kind", ["hf", "run"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("hf", "single"), ("run", "shard2"), ("hf", "tp2"), ("run", "shard2.tp2"), ("hf", "dp2.tp2+fp64"),
+        put_off("run", "single"), put_off("hf", "shard2"), put_off("run", "tp2"), put_off("hf", "shard2.tp2"),
+        put_off("run", "dp2.tp2+fp64"),
+    ],
+)  # fmt: skip
 def test_the_text_is_that_of_transformers(folder: Path, expected: str, kind: str, layout: str) -> None:
     world = Case(layout).parsed.world
     results = run_ranks(world, from_folder, folder.parent / kind, layout, TOKENS)

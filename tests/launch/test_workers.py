@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -114,14 +116,29 @@ def body(name: str) -> str:
 
 
 def start(name: str, folder: Path, workers: int = 2) -> None:
-    request = {"device": "cpu", "out": str(folder)}
+    """In workers of its own, which write where this test's output goes."""
     with Workers(body(name), count=workers) as crew:
-        start_workers(crew, request, logs=folder / "logs")
+        start_workers(crew, request_of(name, folder), logs=folder / "logs")
+
+
+def request_of(name: str, folder: Path) -> dict[str, str]:
+    return {"device": "cpu", "out": str(folder), "body": name}
 
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", PATHS)
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Workers]:
+    """Two workers that start again for each test, as they do where one has died."""
+    with patch.dict(os.environ, {"PYTHONPATH": PATHS}), Workers(body("named"), count=2) as both:
+        yield both
+
+
+def again(crew: Workers, name: str, folder: Path) -> None:
+    start_workers(crew, request_of(name, folder), logs=folder / "logs")
 
 
 def seen_by_ranks(folder: Path) -> list[dict[str, Any]]:
@@ -159,13 +176,12 @@ def test_modules_are_imported_without_the_collector(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.full
-def test_one_process_imports_for_all_and_for_the_next_start(tmp_path: Path) -> None:
-    with Workers(body("sum_ranks"), count=2) as crew:
-        for number in range(2):
-            start_workers(crew, {"device": "cpu", "out": str(tmp_path)}, logs=tmp_path / f"logs-{number}")
-            seen = seen_by_ranks(tmp_path)
-            assert [each["pid"] for each in seen] == crew.ids
-            assert {each["imported_by"] for each in seen} == {crew._server.pid}
+def test_one_process_imports_for_all_and_for_the_next_start(crew: Workers, tmp_path: Path) -> None:
+    for _ in range(2):
+        again(crew, "sum_ranks", tmp_path)
+        seen = seen_by_ranks(tmp_path)
+        assert [each["pid"] for each in seen] == crew.ids
+        assert {each["imported_by"] for each in seen} == {crew._server.pid}
 
 
 @pytest.mark.full
@@ -205,25 +221,25 @@ def test_a_user_s_error_arrives_as_it_was_raised(tmp_path: Path, capfd: pytest.C
 
 
 @pytest.mark.full
-def test_a_failed_run_keeps_its_exit_code(tmp_path: Path) -> None:
+def test_a_failed_run_keeps_its_exit_code(crew: Workers, tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="not finite") as caught:
-        start("run_fails", tmp_path)
+        again(crew, "run_fails", tmp_path)
     assert (type(caught.value), caught.value.exit_code) == (RunFailed, 1)
 
 
 @pytest.mark.full
-def test_want_of_gpu_memory_is_said_with_what_helps_and_ends_the_run(tmp_path: Path) -> None:
+def test_want_of_gpu_memory_is_said_with_what_helps_and_ends_the_run(crew: Workers, tmp_path: Path) -> None:
     """As what it is: only a worker that died of something else is started again."""
     with pytest.raises(RunFailed, match=r"rank 1: the memory of its GPU does not suffice: 2\.50 GiB more") as caught:
-        start("fills_its_gpu", tmp_path)
+        again(crew, "fills_its_gpu", tmp_path)
     assert type(caught.value) is RunFailed and "memory.recompute: full" in str(caught.value.fix)
 
 
 @pytest.mark.full
-def test_a_hung_collective_is_ended_and_every_rank_says_where_it_stands(tmp_path: Path) -> None:
+def test_a_hung_collective_is_ended_and_every_rank_says_where_it_stands(crew: Workers, tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
-        start("hang", tmp_path)
+        again(crew, "hang", tmp_path)
     assert time.monotonic() - started < 60
     # Who waits for rank 1 finds it, or rank 1 itself, whichever looks first.
     seen = r"(Hung: no answer in a collective for 2 s, which it does not come to:|StoodStill: stood still for 2 s).* "
@@ -234,7 +250,7 @@ def test_a_hung_collective_is_ended_and_every_rank_says_where_it_stands(tmp_path
     stacks = json.loads((tmp_path / "logs" / "failure-1.json").read_text())["traceback"]
     assert "in slumber" in stacks
     with pytest.raises(RunFailed):
-        start("run_fails", tmp_path)  # what an earlier attempt left is put aside
+        again(crew, "run_fails", tmp_path)  # what an earlier attempt left is put aside
     assert not (tmp_path / "logs" / "hung").exists()
 
 
@@ -251,9 +267,9 @@ def test_a_crash_is_told_in_one_line_with_rank_and_log(tmp_path: Path, capfd: py
 
 
 @pytest.mark.full
-def test_a_killed_worker_is_told(tmp_path: Path) -> None:
+def test_a_killed_worker_is_told(crew: Workers, tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="rank 1 was killed by SIGKILL") as caught:
-        start("killed", tmp_path)
+        again(crew, "killed", tmp_path)
     assert "memory" in (caught.value.fix or "")
 
 

@@ -136,7 +136,11 @@ def check(case: Case) -> None:
     assert all(found.gradients[name].any() for name in right.weights if ".lora_" in name)
 
 
-LAYOUTS = ("single", "shard2", "tp2", "tp2+nosp", "pp2", "cp2", "shard2.tp2", "pp2.cp2", "dp2+zero1", "shard2+zero2")
+# The first four have every fold and every way that ranks hold an adapter; the others follow in a campaign.
+LAYOUTS = [
+    "shard2.tp2", "pp2.cp2", "tp2+nosp", "dp2+zero1",
+    *map(put_off, ("single", "shard2", "tp2", "pp2", "cp2", "shard2+zero2")),
+]  # fmt: skip
 
 
 @pytest.mark.full
@@ -184,7 +188,7 @@ EXPERTS = replace(LORA, targets=("q_proj", "o_proj"), target_parameters=("gate_u
     [
         put_off("single", {}),
         put_off("shard2", {"family": "qwen3_moe"}),
-        ("shard2.ep2", {}),
+        put_off("shard2.ep2", {}),
         ("tp2.ep2", {}),
         put_off("tp2+etp", {}),
         ("tp2+etp+nosp", {"family": "gpt_oss"}),  # [E, I, O], with biases, gate beside up
@@ -193,7 +197,9 @@ EXPERTS = replace(LORA, targets=("q_proj", "o_proj"), target_parameters=("gate_u
         ("shard2.pp2.ep2+zb", {}),
         ("cp2.ep2", {"adapter": replace(EXPERTS, targets=(), target_parameters=("down_proj",), rslora=True)}),
         ("shard2.ep2+selective", {}),
-        ("shard2.tp2.ep2+etp+full", {"adapter": replace(EXPERTS, targets=(), target_parameters=("gate_up_proj",))}),
+        put_off(
+            "shard2.tp2.ep2+etp+full", {"adapter": replace(EXPERTS, targets=(), target_parameters=("gate_up_proj",))}
+        ),
         ("shard2+offload+offload_optimizer+offload_parameters", {}),
     ],
 )
@@ -289,7 +295,7 @@ def new_on_rank(case: Case) -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("targets", [("auto",), ("model.layers.1.mlp.up_proj",)])
+@pytest.mark.parametrize("targets", [put_off(("auto",)), ("model.layers.1.mlp.up_proj",)])
 def test_muon_trains_adapters_alike_under_a_pipeline(targets: tuple[str, ...]) -> None:
     """All of an adapter is matrices, so AdamW beside it has nothing; of the second, a stage trains nothing."""
     case = Case("single+mb2+fp64", adapter=replace(LORA, targets=targets), optimizer="muon")

@@ -7,7 +7,8 @@ to the last bit.
 """
 
 import json
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,17 @@ import torch.distributed as dist
 from fivefold.training.optimizers import build_optimizer
 from fivefold.verification.results import LayoutResult
 from tests import matrix
-from tests.allpairs import pairs_of
+from tests.allpairs import Pair, pairs_of
 from tests.matrix import CASES, choice_of
 from tests.pool import run_ranks
 from tests.tiers import covering
 from tests.verification.cases import ProvedCase, name_of
+from tests.verification.core import core
+from tests.verification.faults import Model
 from tests.verification.mutation import make_subject, opened
 
 SHARE = 0.9  # of all pairs of options, which the cases of every run have; the others follow in a campaign
+PLAIN = {"family", "tied", "kv_heads", "optimizer", "changes", "is_chunked"}  # what of a model a choice knows
 Saved = dict[str, tuple[str, Path]]
 
 
@@ -51,8 +55,18 @@ def saved() -> Saved:
     return {}
 
 
+def of_the_core() -> Iterator[Pair]:
+    """The pairs that `make test` proves already, in steps of a model with nothing besides."""
+    for case in core():
+        others = {each.name for each in fields(Model) if getattr(case.model, each.name) != each.default} - PLAIN
+        if case.kind == "step" and not others and case.model.optimizer in matrix.OPTIONS["optimizer"]:
+            yield from pairs_of(choice_of(case))
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("case", covering(CASES, lambda case: pairs_of(choice_of(case)), SHARE), ids=str)
+@pytest.mark.parametrize(
+    "case", covering(CASES, lambda case: pairs_of(choice_of(case)), SHARE, known=of_the_core()), ids=str
+)
 def test_a_layout_computes_what_one_process_computes(case: ProvedCase, saved: Saved, subjects: Path) -> None:
     place, model = make_subject(case.model, subjects, steps=1), name_of(replace(case.model, is_chunked=True))
     left = case.layout, subjects / str(case).replace("/", "-")

@@ -16,6 +16,7 @@ from fivefold.parallel.passes import Inputs
 from fivefold.parallel.state import state_of
 from tests.parity import Case, hf_config
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 pytestmark = pytest.mark.full
 
@@ -49,8 +50,13 @@ def loss_on_rank(layout: str, cu_seqlens: list[int]) -> float:
     return float(loss)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("layout", ["tp2+fp64", "shard2+fp64", "tp2+nosp+fp64", "shard-1+fp64"])
+@pytest.mark.parametrize(
+    ("layout", "tied"),
+    [
+        ("tp2+fp64", True), ("shard2+fp64", False), ("tp2+nosp+fp64", False), ("shard-1+fp64", True),
+        *(put_off(f"{layout}+fp64", tied) for layout, tied in (("tp2", False), ("shard2", True), ("tp2+nosp", True))),
+    ],
+)  # fmt: skip
 def test_a_users_own_model_gives_its_own_logits(layout: str, tied: bool) -> None:
     with torch.no_grad():
         expected = own_model(tied)(input_ids=IDS).logits

@@ -6,7 +6,7 @@ import pytest
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 
 from fivefold.models.build import build_meta
-from fivefold.models.discover import facts_of
+from fivefold.models.discover import facts_of_deep
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.stage_plan import stage_plan
 from tests.tiers import put_off
@@ -60,7 +60,7 @@ def test_the_slowest_stage_of_a_model_of_experts_is_near_the_best(
     config: Any, costs: tuple[list[int], int], pp: int
 ) -> None:
     """With all experts counted it was 1.25 to 1.64 times as slow."""
-    splits = stage_plan(facts_of(build_meta(config)), Layout(pp=pp)).splits
+    splits = stage_plan(facts_of_deep(build_meta(config)), Layout(pp=pp)).splits
     layers, head = costs
     slowest = max(sum(layers[a:b]) + head * (b == len(layers)) for a, b in splits)
     assert slowest <= 1.02 * fastest(layers, head, pp)

@@ -3,7 +3,7 @@
 A fault is planted around the first step: what stands before its `yield` happens before the step, the rest after it.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -35,23 +35,14 @@ def nothing(model: Any, optimizer: torch.optim.Optimizer) -> AbstractContextMana
     return nullcontext()
 
 
-def read(rows: PackedRows, step: int, knobs: dict[str, int]) -> list[MicroBatch]:
-    return rows.batch(step, **knobs)
-
-
 def findings(
-    case: Case, rows: PackedRows, plant: Plant = nothing, reading: Reading = read, steps: int = 1, rate: float = RATE
+    case: Case, rows: PackedRows, plant: Plant = nothing, steps: int = 1, rate: float = RATE
 ) -> list[checks.Finding]:
     """What the checks find in so many steps."""
     model = build(case)
-    state, optimizer, found = state_of(model), build_optimizer(model, case.options), []
-    layout = state.plan.layout
-    knobs = {
-        "global_batch_size": case.rows, "data_rank": state.placement.data_rank, "data_ranks": layout.data_ranks,
-        "micro_batch_size": layout.micro_batch_size, "row_multiple": layout.row_multiple,
-    }  # fmt: skip
+    optimizer, found = build_optimizer(model, case.options), []
     for step in range(steps):
-        batch = reading(rows, step, knobs)
+        batch = rows.batch(step, **knobs_of(model, case))
         with plant(model, optimizer) if step == 0 else nullcontext():
             with checks.observing(model, optimizer) as update:
                 result = train_step(model, optimizer, batch, learning_rate=rate, max_grad_norm=case.max_grad_norm)
@@ -61,6 +52,22 @@ def findings(
         found += checks.moved(model, optimizer, update, rule=rule_of(case.optimizer))
         found += checks.rates(model, optimizer, rate, updates=step + 1)
     return found
+
+
+def knobs_of(model: Any, case: Case) -> dict[str, int]:
+    """What says which rows of a step are this rank's."""
+    state, layout = state_of(model), case.parsed
+    return {
+        "global_batch_size": case.rows, "data_rank": state.placement.data_rank, "data_ranks": layout.data_ranks,
+        "micro_batch_size": layout.micro_batch_size, "row_multiple": layout.row_multiple,
+    }  # fmt: skip
+
+
+def misread(case: Case, rows: PackedRows, readings: Sequence[Reading]) -> list[list[checks.Finding]]:
+    """What the ledger finds of each of some readings of the first step."""
+    model = build(case)
+    batches = [reading(rows, 0, knobs_of(model, case)) for reading in readings]
+    return [checks.ledger(model, batch, rows, step=0, global_batch_size=case.rows) for batch in batches]
 
 
 def with_slow_rank(tree: dict[str, Any], may_leave: bool) -> Ran:

@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,13 @@ def _lora(model: Model) -> Lora:
 @contextmanager
 def planted(name: str | None) -> Iterator[None]:
     """Inside, the program has the bug; what is kept is neither read nor left: it could be the sound program's, or the
-    other's."""
+    other's. None: it has no bug, and what sound programs kept is its own."""
+    if name is None:
+        yield
+        return
     _forget()
     try:
-        with FAULTS[name].plant() if name else nullcontext(), patch.object(discover, "_key", lambda model: None):
+        with FAULTS[name].plant(), patch.object(discover, "_key", lambda model: None):
             yield
     finally:
         _forget()

@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import covering, first_of_each
+from tests.tiers import covering
+from tests.verification.core import core
 from tests.verification.faults import FAULTS, Fault, Model
 from tests.verification.mutation import prove, prove_fault
 
 STEPS = 2
 SETTINGS = sorted({(fault.kind, fault.model, fault.layout) for fault in FAULTS.values()}, key=str)
 # The few that together have every mechanism (a file of the catalogue) and every measure that finds one first. All
-# others in a campaign. Their control is the matrix (tests/parallel/test_matrix.py); here a control of each kind of
-# proof, and of a capacity, which the matrix lacks.
+# others in a campaign. Their control is the core (test_core.py), which has every kind of proof, and a capacity.
 TIERED = covering(FAULTS.values(), lambda fault: (fault.plant.__module__, fault.expects[0][0]), 1.0)
-CONTROLS = first_of_each(SETTINGS, lambda setting: (setting[0], setting[1].capacity is not None))
 LEAST, LEAST_NAMED = 40, 0.9
 
 
@@ -27,8 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("subjects")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("setting", CONTROLS, ids=lambda each: "-".join(map(str, each)))
+@pytest.mark.campaign
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda each: "-".join(map(str, each)))
 def test_without_a_fault_nothing_is_wrong(setting: tuple[str, Model, str], folder: Path) -> None:
     """The control, for every kind of proof, model and layout that a fault is planted in."""
     outcome = prove(*setting, folder, steps=STEPS)
@@ -48,6 +47,11 @@ def test_a_planted_fault_is_found_and_named(fault: Fault, folder: Path) -> None:
 
 # Found, but the first comparison that fails names another place, each with the reason.
 NAMED_OTHERWISE: dict[str, str] = {}
+
+
+def test_the_core_is_a_control_of_every_kind() -> None:
+    kinds = {(kind, model.capacity is not None) for kind, model, _ in SETTINGS}
+    assert {(case.kind, case.model.capacity is not None) for case in core()} >= kinds
 
 
 def test_the_catalogue_is_large_and_mostly_named() -> None:
