@@ -41,7 +41,9 @@ ROBERTA = {
     "pad_token_id": 12, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 # Attends within chunks of 7 tokens of a document.
-OF_CHUNKS = LLAMA4 | {"model_type": "llama4_text", "moe_layers": (), "attention_chunk_size": 7}
+OF_CHUNKS = {name: value for name, value in LLAMA4.items() if name != "moe_layers"} | {
+    "model_type": "llama4_text", "interleave_moe_layer_step": 9, "attention_chunk_size": 7,
+}  # fmt: skip
 # Windows, soft caps, learnt positions and rows of one document; all else is in the matrix (test_matrix.py). What a ring
 # sends follows from the documents, which differ between rows, micro batches and data ranks: the last four.
 CASES = [
