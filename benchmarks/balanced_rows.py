@@ -133,14 +133,14 @@ def sent_tokens(documents: Sequence[int], length: int, ranks: int) -> NDArray[np
     rows = SharedRows(tokens_by_rank(length, ranks), edges)
     found = []
     for rank in range(ranks):
-        sent = [tokens_of(pieces) for hop in hops(rows, rank) for pieces in (*[hop.keys_sent] * 2, hop.gradients_sent)]
+        sent = [tokens_of(pieces) for hop in hops(rows, rank) for pieces in (hop.sent, hop.sent, hop.received)]
         found.append((sum(sent), sum(map(bool, sent))))
     return np.array(found)
 
 
 def of_rings() -> list[dict[str, Any]]:
-    """What rings send of a row in a layer of `MODEL`: MiB of all ranks, MiB of the busiest, and the part of the messages
-    that are left. Means over rows, for rows of one document, documents as packed, and ordered."""
+    """What rings send of a row in a layer of `MODEL`: MiB of all ranks, MiB of the busiest, and the part of the
+    messages that is left. Means over rows, for rows of one document, documents as packed, and ordered."""
     found = []
     for length in LENGTHS[1:]:
         rows = [np.array(row, np.int64) for row in packed_rows(CP_ROWS, length)]

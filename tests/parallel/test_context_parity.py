@@ -42,7 +42,7 @@ ROBERTA = {
 }  # fmt: skip
 # Attends within chunks of 7 tokens of a document.
 OF_CHUNKS = {name: value for name, value in LLAMA4.items() if name != "moe_layers"} | {
-    "model_type": "llama4_text", "interleave_moe_layer_step": 9, "attention_chunk_size": 7,
+    "model_type": "llama4_text", "num_hidden_layers": 2, "interleave_moe_layer_step": 9, "attention_chunk_size": 7,
 }  # fmt: skip
 # Windows, soft caps, learnt positions and rows of one document; all else is in the matrix (test_matrix.py). What a ring
 # sends follows from the documents, which differ between rows, micro batches and data ranks: the last four.

@@ -44,29 +44,32 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class Ring:
-    """Ring attention (arXiv:2310.01889): a rank sends keys and values on while it attends to them.
+    """Ring attention (arXiv:2310.01889): a rank attends to the keys of one rank while those of the next travel.
 
-    Keys and values move from rank r to rank r - 1. Each hop forwards only the keys that a later rank still attends to
-    (`ring.py`), and none is sent where there are none. Gradients go straight to the rank that owns the keys, which adds
-    them up in fp32. A running sum around the ring would be rounded on every rank, or take twice the bytes.
+    In hop s keys and values go from rank r straight to rank r - s: those that it attends to (`ring.py`), and nothing if
+    there are none. For whole rows that is what neighbours would hand on, and for documents less: one over one edge is
+    sent once. Gradients go straight back to the owner of the keys, which adds them up in fp32. A running sum around the
+    ring would be rounded on every rank, or take twice the bytes.
     """
 
     group: dist.ProcessGroup
 
     def parts(self, kv: Tensor, rows: SharedRows) -> Iterator[tuple[Blocks, Tensor]]:
         rank, tokens = self.group.rank(), rows.tokens
-        for step, hop in enumerate(hops(rows, rank)):
-            arriving = self._swap(_packed(kv, hop.keys_sent), -1, tokens_of(hop.keys_received))
-            yield narrowed(tokens[(rank + step) % len(tokens)], 0, kv.shape[2]), kv
-            kv = _spread(arriving(), hop.keys_received, kv.shape[1])
-        yield narrowed(tokens[rank - 1], 0, kv.shape[2]), kv
+        blocks, part = tokens[rank], kv
+        for step, hop in enumerate(hops(rows, rank), 1):
+            arriving = self._swap(_packed(kv, hop.sent), -step, tokens_of(hop.received))
+            yield blocks, part
+            part = _spread(arriving(), hop.received, kv.shape[1])
+            blocks = narrowed(tokens[(rank + step) % len(tokens)], 0, part.shape[2])
+        yield blocks, part
 
     def return_dkv(self, step: int, grad: Tensor, rows: SharedRows, wire: torch.dtype) -> PendingSum:
         if step == 0:
             return lambda total: _add(total, grad)
         hop = hops(rows, self.group.rank())[step - 1]
-        arriving = self._swap(_packed(grad, hop.gradients_sent).to(wire), step, tokens_of(hop.gradients_received))
-        return lambda total: _add_pieces(total, arriving(), hop.gradients_received)
+        arriving = self._swap(_packed(grad, hop.received).to(wire), step, tokens_of(hop.sent))
+        return lambda total: _add_pieces(total, arriving(), hop.sent)
 
     def _swap(self, sent_2SGD: Tensor, distance: int, tokens: int) -> Pending:
         """Send to the rank `distance` further on, and receive the kv of `tokens` tokens from the one as far behind:

@@ -43,20 +43,18 @@ def calls(step: Step) -> Iterator[Call]:
 
 
 def _ring(step: Step, axis: str, site: str, size: int, tokens: Tokens, heads: AttentionShape) -> Iterator[Call]:
-    """Calls of a ring. Keys and values go round in forward, and once more in backward, when their gradients go straight
-    to the owners. What nobody attends to is not sent. `size`: bytes of the keys and values of one token."""
+    """Calls of a ring. Keys and values go round in forward, and once more in backward, when their gradients go back.
+    Nothing is sent where no query attends. `size`: bytes of the keys and values of one token."""
     plan, layer = step.plan, step.layer_of(site)
     rank = plan.placement.coords.cp // plan.cp_method.ulysses
     length = sum(stop - start for blocks in tokens for start, stop in blocks)
     for part, edges, rows in _by_documents(step, length):
         for hop in hops(SharedRows(tokens, edges, heads.window, heads.chunk), rank):
-            sent = ("send", hop.keys_sent, hop.gradients_sent)
-            for kind, keys, gradients in (sent, ("recv", hop.keys_received, hop.gradients_received)):
-                if of_keys := tokens_of(keys) * rows * size:
-                    yield from part.forwards(axis, kind, of_keys, site, is_kept=True, overlaps=True)
-                    yield part.call(axis, kind, of_keys, "backward", layer, overlaps=True)
-                if of_gradients := tokens_of(gradients) * rows * size:
-                    yield part.call(axis, kind, of_gradients, "backward", layer, overlaps=True)
+            for kind, back, pieces in (("send", "recv", hop.sent), ("recv", "send", hop.received)):
+                if of_hop := tokens_of(pieces) * rows * size:
+                    yield from part.forwards(axis, kind, of_hop, site, is_kept=True, overlaps=True)
+                    yield part.call(axis, kind, of_hop, "backward", layer, overlaps=True)
+                    yield part.call(axis, back, of_hop, "backward", layer, overlaps=True)
 
 
 def _by_documents(step: Step, length: int) -> Iterator[tuple[Step, tuple[int, ...], int]]:
