@@ -14,13 +14,16 @@ from fivefold.core.heads import CPMethod, context_method
 from fivefold.core.model_limits import ModelLimits
 from fivefold.core.violation import refuse
 from fivefold.models import offdiagonal
+from fivefold.models.config_facts import facts_of_config
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.offdiagonal import local_cu_seqlens, offdiagonal_blocks
+from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import total as total_of
 from fivefold.parallel.context.ring import Pieces, SharedRows, hops
 from fivefold.parallel.context.runtime import ContextParallel, _groups
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.legality import violations
+from fivefold.parallel.lower import lower
 from fivefold.parallel.mesh import build_mesh
 from fivefold.parallel.ranks import RankGrid, row_blocks, tokens_by_rank
 from fivefold.parallel.recorder import record
@@ -153,6 +156,22 @@ def test_of_whole_rows_a_ring_sends_three_quarters_and_of_documents_between_edge
         for edges in ((0, 12 * ring), tuple(range(0, 12 * ring + 1, chunk)), (0, 2, *range(6, 12 * ring + 1, chunk)))
     ]  # fmt: skip
     assert sent == [(ring - 1) * 12 * ring * 3 // 4, 0, 0]
+
+
+def test_a_window_lessens_what_a_ring_is_declared_to_send() -> None:
+    """By hand, of rank 1 of 4, with chunks 1 and 6 of 8192 tokens: a layer with a window of 4096 and one without."""
+    facts = facts_of_config("gemma-2-9b")
+    plan = lower(facts, Layout.parse("cp4+ring"), 1)
+    token = 2 * 8 * 256 * 2  # bytes of keys and values
+    for micro_batches in (1, 3):
+        found = calls(plan, plan.step_shape(1, 65536, micro_batches))
+        sent = [
+            sum(call.bytes * call.times for call in found
+                if call.layer == layer and call.kind == "send" and call.phase == "forward")
+            for layer in plan.anatomy.layers[:2]
+        ]  # fmt: skip
+        assert sent == [micro_batches * 2 * 4095 * token, micro_batches * 4 * 8192 * token]
+    assert facts.kinds[:4] == (0, 1, 0, 1)  # each is priced as its own
 
 
 # ---- the method ------------------------------------------------------------------------------------------------------
