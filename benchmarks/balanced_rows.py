@@ -177,7 +177,7 @@ def on_rank(request: dict[str, Any], out: Path) -> None:
     rows = packed_rows(2, LENGTH) if request["kind"] == "as packed" else [[LENGTH]] * 2
     rng = np.random.default_rng(SEED)
     with join(find_world("cpu") or alone("cpu")):
-        layout = Layout.parse(f"cp{request['cp']}+ring+mb2+bf16")
+        layout = Layout.parse(f"cp{request['cp']}+ring+mb2")
         model = parallelize(build_meta(tiny_llama()), layout, device="cpu", seed=SEED)
         pieces = [[Piece(ids, ids[1:]) for ids in (rng.integers(0, VOCABULARY, n) for n in row)] for row in rows]
         batch = [assemble(pieces, row_length=LENGTH, pad_id=0)]
