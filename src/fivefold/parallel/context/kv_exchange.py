@@ -112,7 +112,7 @@ def _spread(kv_2SGD: Tensor, pieces: Pieces, rows: int) -> Tensor:
 def _add_pieces(total_2BLGD: Tensor, kv_2SGD: Tensor, pieces: Pieces) -> None:
     """Add pieces to those of the rows, in place."""
     sizes = [stop - start for _, start, stop in pieces]
-    for (row, start, stop), piece in zip(pieces, kv_2SGD.split(sizes, 1), strict=True):
+    for (row, start, stop), piece in zip(pieces, torch.split(kv_2SGD, sizes, 1), strict=True):
         total_2BLGD[:, row, start:stop] += piece
 
 
