@@ -274,7 +274,7 @@ def on_rank(case: Case) -> dict[str, Any]:
                     model, optimizer, batch, learning_rate=OPTIONS.learning_rate, max_grad_norm=case.max_grad_norm
                 )
             )
-    shape = training_step.step_shape(model, *batch[0].input_ids.shape, len(batch), case.loss_chunks)
+    shape = training_step.step_shape(model, *batch[0].input_ids.shape, len(batch), case.loss_chunks, batch=batch)
     return {
         "losses": [r.loss for r in results],
         "norms": [r.grad_norm for r in results],

@@ -145,7 +145,7 @@ def train_with_samples(case: Case, samples: bool, gather_once: bool = True) -> t
         batch = batch_of(documents(case, step), case.parsed, state_of(model).placement.data_rank)
         with record(mesh) as found:
             losses.append(train_step(model, optimizer, batch, learning_rate=3e-3, max_grad_norm=0.5).loss)
-        shape = step_shape(model, *batch[0].input_ids.shape, len(batch))
+        shape = step_shape(model, *batch[0].input_ids.shape, len(batch), batch=batch)
         assert total(found) == by_group(declare(model, shape), mesh.grid)  # each unit gathers by its own rule again
     decoding.GATHER_ONCE_BYTES = before
     return losses, text

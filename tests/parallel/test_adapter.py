@@ -245,7 +245,7 @@ def _planned_and_found(case: Case) -> Any:
     optimizer = build_optimizer(model, case.options)
     batch = batch_of(documents(case, 0), case.parsed, state_of(model).placement.data_rank)
     training_step.train_step(model, optimizer, batch, learning_rate=1e-3, max_grad_norm=1.0)
-    shape = training_step.step_shape(model, *batch[0].input_ids.shape, len(batch), case.loss_chunks)
+    shape = training_step.step_shape(model, *batch[0].input_ids.shape, len(batch), case.loss_chunks, batch=batch)
     planned = step_bytes(state_of(model).plan, shape)
     trained = [p for p in model.parameters() if p.requires_grad]
     moments = [local(each) for p in trained for name, each in optimizer.state[p].items() if name != "step"]

@@ -14,14 +14,18 @@ from fivefold.core.heads import CPMethod, context_method
 from fivefold.core.model_limits import ModelLimits
 from fivefold.core.violation import refuse
 from fivefold.models import offdiagonal
+from fivefold.models.config_facts import facts_of_config
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.offdiagonal import local_cu_seqlens, offdiagonal_blocks
+from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import total as total_of
-from fivefold.parallel.context.runtime import ContextParallel, _add_first, _groups
+from fivefold.parallel.context.ring import Pieces, SharedRows, hops
+from fivefold.parallel.context.runtime import ContextParallel, _groups
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.legality import violations
+from fivefold.parallel.lower import lower
 from fivefold.parallel.mesh import build_mesh
-from fivefold.parallel.ranks import RankGrid, carried, row_blocks
+from fivefold.parallel.ranks import RankGrid, row_blocks, tokens_by_rank
 from fivefold.parallel.recorder import record
 from tests.parity import Case, refusal
 from tests.plain_attention import reference_attention
@@ -98,20 +102,76 @@ def test_diagonals_and_rectangles_are_what_a_query_sees(cp: int, window: int | N
     assert np.array_equal(found, expected)
 
 
+# Documents over several edges, inside of a chunk, up to an edge and of one token, in unlike rows; and whole rows.
+OF_TWO_ROWS = ((0, 7, 24, 24 + 13, 24 + 15, 48), (0, 6, 12, 13, 24, 24 + 4, 24 + 18, 48), (0, 24, 48))
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (1, None), (4, None), (None, 5)])
+@pytest.mark.parametrize("edges", OF_TWO_ROWS, ids=str)
 @pytest.mark.parametrize("ring", [2, 3, 4])
-def test_a_ring_carries_the_tokens_that_the_next_rank_may_see_and_no_more(ring: int) -> None:
-    """Counted one by one in whole rows; three quarters of all there is."""
-    length = 4 * ring * 3
-    tokens = tuple(row_blocks(length, ring, rank) for rank in range(ring))
-    places = [[t for start, stop in held for t in range(start, stop)] for held in tokens]
-    sent = 0
-    for owner, held in enumerate(places):
-        for step in range(1, ring):
-            queries = places[(owner - step) % ring]
-            before = [t for t in held if t < queries[-1]]
-            assert held[: carried(tokens, owner, step)] == before
-            sent += len(before)
-    assert sent == (ring - 1) * length * 3 // 4
+def test_a_ring_sends_what_a_rank_attends_to_and_no_more(
+    ring: int, edges: tuple[int, ...], window: int | None, chunk: int | None
+) -> None:
+    """Every key of another rank that a query sees, marked one by one."""
+    rows, tokens = 2, tokens_by_rank(24, ring)
+    shared = SharedRows(tokens, edges, window, chunk)
+    held = [[t for start, stop in blocks for t in range(start, stop)] for blocks in tokens]
+
+    def places(owner: int, user: int) -> set[tuple[int, int]]:
+        """(row, place among the owner's tokens) of keys that a query of the other rank sees."""
+        return {
+            (row, place)
+            for row in range(rows)
+            for place, key in enumerate(held[owner])
+            for query in held[user]
+            if sees(row * 24 + query, row * 24 + key)
+        }
+
+    def sees(query: int, key: int) -> bool:
+        first = max(edge for edge in edges if edge <= query)
+        near = (window is None or query - key < window) and (
+            chunk is None or (query - first) // chunk == (key - first) // chunk
+        )
+        return first <= key < query and near
+
+    for rank in range(ring):
+        for step, hop in enumerate(hops(shared, rank), 1):
+            owner = (rank + step) % ring
+            assert marked(hop.received) == places(owner, rank)
+            assert hop.received == hops(shared, owner)[step - 1].sent
+
+
+def marked(pieces: Pieces) -> set[tuple[int, int]]:
+    found = [(row, place) for row, start, stop in pieces for place in range(start, stop)]
+    assert len(set(found)) == len(found)
+    return set(found)
+
+
+@pytest.mark.parametrize("ring", [2, 3, 8])
+def test_of_whole_rows_a_ring_sends_three_quarters_and_of_documents_between_edges_nothing(ring: int) -> None:
+    tokens, chunk = tokens_by_rank(12 * ring, ring), 6
+    sent = [
+        sum(stop - start for rank in range(ring) for hop in hops(SharedRows(tokens, edges), rank)
+            for _, start, stop in hop.sent)
+        for edges in ((0, 12 * ring), tuple(range(0, 12 * ring + 1, chunk)), (0, 2, *range(6, 12 * ring + 1, chunk)))
+    ]  # fmt: skip
+    assert sent == [(ring - 1) * 12 * ring * 3 // 4, 0, 0]
+
+
+def test_a_window_lessens_what_a_ring_is_declared_to_send() -> None:
+    """By hand, of rank 1 of 4, with chunks 1 and 6 of 8192 tokens: a layer with a window of 4096 and one without."""
+    facts = facts_of_config("gemma-2-9b")
+    plan = lower(facts, Layout.parse("cp4+ring"), 1)
+    token = 2 * 8 * 256 * 2  # bytes of keys and values
+    for micro_batches in (1, 3):
+        found = calls(plan, plan.step_shape(1, 65536, micro_batches))
+        sent = [
+            sum(call.bytes * call.times for call in found
+                if call.layer == layer and call.kind == "send" and call.phase == "forward")
+            for layer in plan.anatomy.layers[:2]
+        ]  # fmt: skip
+        assert sent == [micro_batches * 2 * 4095 * token, micro_batches * 4 * 8192 * token]
+    assert facts.kinds[:4] == (0, 1, 0, 1)  # each is priced as its own
 
 
 # ---- the method ------------------------------------------------------------------------------------------------------
@@ -150,6 +210,7 @@ PACKINGS = {
     "documents": (2, [0, 7, 24, 24 + 13, 24 + 15, 48]),
     "whole rows": (2, None),
     "one-token documents": (1, [0, 1, 2, 11, 12, 13, 24]),
+    "up to the edges": (2, list(OF_TWO_ROWS[1])),
 }
 SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0, 8.0, -0.3, 1.1, -1.0], dtype=torch.float64)
 RULES: dict[str, dict[str, Any]] = {
@@ -236,12 +297,12 @@ def home_coming(layout: str) -> tuple[Tensor, dict[str, int]]:
     mesh = build_mesh(RankGrid(Layout.parse(layout)), "cpu")
     exchange = _groups(mesh, context_method(layout.rpartition("+")[2], 4, 1, 1))[0]
     assert exchange is not None
-    tokens, total = tuple(row_blocks(16, 4, rank) for rank in range(4)), torch.zeros(2, 1, 4, 1, 1)
+    rows, total = SharedRows(tokens_by_rank(16, 4), (0, 16)), torch.zeros(2, 1, 4, 1, 1)
     with record(mesh) as found:
-        for step, (_, kv) in enumerate(exchange.parts(torch.ones_like(total, dtype=torch.bfloat16), tokens)):
+        for step, (_, kv) in enumerate(exchange.parts(torch.ones_like(total, dtype=torch.bfloat16), rows)):
             grad = torch.full_like(kv, 2.0**-9 if dist.get_rank() else 1.0, dtype=torch.float32)
             if step:
-                _add_first(total, exchange.return_dkv(step, grad, tokens, torch.bfloat16)())
+                exchange.return_dkv(step, grad, rows, torch.bfloat16)(total)
     return total, {each.kind: each.bytes for each in total_of(found)}
 
 

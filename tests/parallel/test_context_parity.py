@@ -40,13 +40,22 @@ ROBERTA = {
     "model_type": "roberta", "is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
     "pad_token_id": 12, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-# Windows, soft caps, learnt positions and rows of one document; all else is in the matrix (test_matrix.py).
+# Attends within chunks of 7 tokens of a document.
+OF_CHUNKS = {name: value for name, value in LLAMA4.items() if name != "moe_layers"} | {
+    "model_type": "llama4_text", "num_hidden_layers": 2, "interleave_moe_layer_step": 9, "attention_chunk_size": 7,
+}  # fmt: skip
+# Windows, soft caps, learnt positions and rows of one document; all else is in the matrix (test_matrix.py). What a ring
+# sends follows from the documents, which differ between rows, micro batches and data ranks: the last four.
 CASES = [
     Case("cp2+mb2+fp64", "none", tied=True, overrides=tuple(ROBERTA.items()), steps=1),
     Case("cp2+ulysses+zero2+full+mb4+fp64", "gemma3", steps=1),
     Case("shard2.cp2+ring+zero2+full+mb2+fp64", "mistral", packing=False, steps=1),
     Case("dp2.cp2+allgather+full+mb2+fp64", "gemma2", steps=1),
     Case("cp2.tp2+ring+nosp+mb2+fp64", "gpt2", steps=1),
+    Case("cp4+ring+mb2+fp64", "gemma3", steps=1),
+    Case("cp4+2x2+full+mb4+fp64", "mistral", steps=1),
+    Case("pp2.cp2+ring+mb2+fp64", steps=1),
+    Case("cp2+ring+mb2+fp64", "none", overrides=tuple(OF_CHUNKS.items()), steps=1),
 ]
 
 

@@ -66,7 +66,7 @@ def train(case: Case, inner: Inner, outer: dict[str, Any]) -> dict[str, Any]:
         if state.outer.is_due(step + 1):
             with record(state.mesh) as sent_to_meet:
                 state.outer.step()
-    shape = training_step.step_shape(model, *batch[0].input_ids.shape, len(batch), case.loss_chunks)
+    shape = training_step.step_shape(model, *batch[0].input_ids.shape, len(batch), case.loss_chunks, batch=batch)
     found = {
         "losses": [result.loss for result in done], "norms": [result.grad_norm for result in done],
         "weights": pieces(model, dict(model.named_parameters())), "copy": state.placement.coords.dp_replicate,

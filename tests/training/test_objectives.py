@@ -162,7 +162,7 @@ def on_rank(case: Case, objective: Objective) -> dict[str, Any]:
 
 
 def declared(case: Case, model: Any, batch: Sequence[MicroBatch], objective: Objective) -> tuple[Collective, ...]:
-    shape = training_step.step_shape(model, *batch[0].input_ids.shape, len(batch), case.loss_chunks)
+    shape = training_step.step_shape(model, *batch[0].input_ids.shape, len(batch), case.loss_chunks, batch=batch)
     judged = replace(shape, answers=tuple(2 * pairs_of(each) for each in batch), metrics=len(objective.metrics))
     return by_group(training_step.declare(model, judged), state_of(model).placement.grid)
 

@@ -123,7 +123,9 @@ def _train(case: Case) -> dict[str, Any]:
             rate, most = case.options.learning_rate, case.max_grad_norm
             losses.append(train_step(model, optimizer, batch, learning_rate=rate, max_grad_norm=most).loss)
     tensors = (local(each) for state in optimizer.state.values() for each in state.values())
-    shape = replace(step_shape(model, *batch[0].input_ids.shape, len(batch)), optimizer=OPTIMIZERS[case.optimizer])
+    shape = replace(
+        step_shape(model, *batch[0].input_ids.shape, len(batch), batch=batch), optimizer=OPTIMIZERS[case.optimizer]
+    )
     held = sum(each.nbytes for each in tensors if each.ndim)
     return {"losses": losses, "bytes": held, "planned": step_bytes(plan, shape).optimizer}
 

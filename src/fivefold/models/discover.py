@@ -175,8 +175,10 @@ def _attends(blocks: Sequence[BlockTrace]) -> dict[str, AttentionShape]:
     events = {event.name: event for block in blocks for event in block.events if event.kind == "attention"}
     found = {}
     for name, event in events.items():
-        query, key, value = event.inputs
-        found[name] = AttentionShape(query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+        (query, key, value), mask = event.inputs, event.mask
+        found[name] = AttentionShape(
+            query.shape[1], key.shape[1], key.shape[3], value.shape[3], mask.window, mask.chunk
+        )
     return found
 
 

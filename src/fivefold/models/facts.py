@@ -209,12 +209,15 @@ class Matmul:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention module: heads of queries, heads of keys and values, features of a key and of a value."""
+    """One attention module: heads of queries, heads of keys and values, features of a key and of a value. `window`,
+    `chunk`: what a query sees of its document (`masks.Mask`)."""
 
     query: int
     kv: int
     key_size: int
     value_size: int
+    window: int | None = None
+    chunk: int | None = None
 
     @property
     def size(self) -> int:

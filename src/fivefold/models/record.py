@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fivefold.models.facts import Counted, DropoutSite, Experts
+from fivefold.models.masks import Mask
 
 RESIDUAL = "the residual stream"
 WATCHED = 2  # the token whose dependencies are checked
@@ -38,9 +39,10 @@ class Event:
     `small`: a module with few parameters of its own, such as a norm. `wide`: a small module that sees all features of a
     projection at once. `opaque`: any other module with many weights that is no linear. For an attention call, `inputs`
     are query [1,H,T,D], key and value [1,G,T,D]; `parameters` are those of the calling module that were passed along,
-    one number per query head. `experts`: a module with the weights of all experts of a layer. For its call, `inputs`
-    are tokens [N,D] and their weights [N,K], K experts per token; `experts` is the number of all experts; `router` is
-    the module that returned the picks, if any, and `has_logits` tells if it returned its logits as well.
+    one number per query head; `mask` says what its queries see. `experts`: a module with the weights of all experts of
+    a layer. For its call, `inputs` are tokens [N,D] and their weights [N,K], K experts per token; `experts` is the
+    number of all experts; `router` is the module that returned the picks, if any, and `has_logits` tells if it returned
+    its logits as well.
     """
 
     kind: Kind
@@ -50,6 +52,7 @@ class Event:
     sources: frozenset[str]
     wide: bool = False
     parameters: tuple[str, ...] = ()
+    mask: Mask = field(default_factory=Mask)
     experts: int = 0
     router: str | None = None
     has_logits: bool = False

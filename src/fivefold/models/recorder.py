@@ -331,7 +331,9 @@ class Recorder:
         mine = {id(parameter): leaf for leaf, parameter in module.named_parameters(recurse=False)}
         passed = tuple(f"{name}.{mine[id(tensor)]}" for tensor in extra.values() if id(tensor) in mine)
         drawn = self._drawn(*query.transpose(1, 2).shape[:3], value.shape[-1])
-        return self._record("attention", name, (query, key, value), drawn, passed), None
+        out = self._record("attention", name, (query, key, value), drawn, passed)
+        self._block.events[-1].mask = attention_mask
+        return out, None
 
     def mask(self, *args: Any, mask_function: masks.MaskFunction, **kwargs: Any) -> masks.Mask:
         """The mask function of the copy. Raises `UserError` for a mask that `Mask` cannot express."""

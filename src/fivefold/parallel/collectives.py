@@ -55,8 +55,9 @@ class StepShape:
     loss for uneven load. `answers`: the number of judged answers in the loss of each micro batch, none for an objective
     without them; `metrics`: the number of metrics of such an objective. `has_capacity`: experts have a capacity.
     `whole_logits`: a loss of the user's own has the logits of the whole vocabulary on every rank of tp.
-    `has_history`: scales of matmuls that follow from earlier steps have some. Example: 2 rows of 4096 tokens under cp2
-    are `rows` 2 and `tokens` 2048.
+    `has_history`: scales of matmuls that follow from earlier steps have some. `documents`: bounds of the documents in
+    the whole rows of each micro batch (`cu_seqlens`), on which it depends what a ring sends; none: each row is one
+    document, with which it sends the most. Example: 2 rows of 4096 tokens under cp2 are `rows` 2 and `tokens` 2048.
     """
 
     rows: int
@@ -77,6 +78,7 @@ class StepShape:
     metrics: int = 0
     whole_logits: bool = False
     has_history: bool = True
+    documents: tuple[tuple[int, ...], ...] = ()
 
     @property
     def hidden_bytes(self) -> int:

@@ -195,7 +195,7 @@ class Watch:
         config = parse_config(self.request.config)
         chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
         rows, tokens = batch[0].input_ids.shape
-        shape = step_shape(model, rows, tokens, len(batch), chunks, whole_logits=config.objective.is_own)
+        shape = step_shape(model, rows, tokens, len(batch), chunks, whole_logits=config.objective.is_own, batch=batch)
         return by_group(
             declare(model, shape, optimizer=rule_for(config.optimizer).facts), state_of(model).placement.grid
         )

@@ -285,9 +285,11 @@ def step_shape(
     loss_chunks: int | None = None,
     *,
     whole_logits: bool = False,
+    batch: Sequence[MicroBatch] = (),
 ) -> StepShape:
     """The shape with which to ask a parallelized model's plan about one step of [rows, tokens] micro batches.
-    `whole_logits`: with a loss of the user's own."""
+    `whole_logits`: with a loss of the user's own. `batch`: these micro batches, whose documents decide what a ring
+    sends."""
     state = state_of(model)
     shape = state.plan.step_shape(
         rows, tokens, micro_batches, loss_chunks=loss_chunks, reduce_bytes=state.reduce_dtype.itemsize,
@@ -297,6 +299,7 @@ def step_shape(
     return replace(
         shape, balances_load=bool(options.load), has_capacity=options.capacity_factor is not None,
         has_history=not state.scales.history.is_first,
+        documents=tuple(tuple(part.cu_seqlens.tolist()) for part in batch),
     )  # fmt: skip
 
 

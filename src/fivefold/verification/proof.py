@@ -458,8 +458,9 @@ class Proof:
         batch = self._batch(0)
         rows, tokens = batch[0].input_ids.shape
         shape = training.step_shape(
-            self.model, rows, tokens, len(batch), self.case.loss_chunks, whole_logits=self.loss is not None
-        )
+            self.model, rows, tokens, len(batch), self.case.loss_chunks, whole_logits=self.loss is not None,
+            batch=batch,
+        )  # fmt: skip
         declared = by_group(
             training.declare(self.model, shape, optimizer=rule_for(self.case.optimizer).facts),
             self.state.placement.grid,

@@ -12,7 +12,7 @@ from fivefold.core.violation import Violation
 from fivefold.parallel.tensor.keys import TensorKeys
 
 METHODS = ("auto", "ring", "allgather", "ulysses")
-MOST_RING = 2**10  # ranks of cp: ring traffic is counted over all pairs of them
+MOST_RING = 2**10  # ranks of cp: what one of them sends is counted for each other one
 _MORE = "docs/explain/context.md"
 
 

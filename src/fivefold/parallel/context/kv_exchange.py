@@ -6,7 +6,7 @@ gradients. `ulysses_all_to_all` (Ulysses, arXiv:2309.14509) gives each rank all 
 Keys and values travel as the model made them: each key/value head once, in the compute dtype.
 
 Legend: B rows, L tokens of a rank, n ranks, T = n L, h heads, G key/value heads, D head size; "kv" is keys and values,
-[2,B,L,G,D]; "tokens" are the blocks of a row that each rank of the group has.
+[2,B,L,G,D]; "tokens" are the blocks of a row that each rank of the group has; S tokens of pieces of rows (`ring.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.models.offdiagonal import Blocks
-from fivefold.parallel.ranks import Tokens, narrowed, ring_gradients, ring_keys
+from fivefold.parallel.context.ring import Pieces, SharedRows, hops, tokens_of, width
+from fivefold.parallel.ranks import Tokens, narrowed
 from fivefold.parallel.tensor.mappings import exchange, mapping
 from fivefold.torch_internals import collectives
 
 Pending = Callable[[], Tensor]  # waits for a tensor in transit
+PendingSum = Callable[[Tensor], None]  # waits likewise, and adds it to the given one in place
 
 
 class Exchange(Protocol):
@@ -31,54 +33,56 @@ class Exchange(Protocol):
     @property
     def group(self) -> dist.ProcessGroup: ...
 
-    def parts(self, kv: Tensor, tokens: Tokens) -> Iterator[tuple[Blocks, Tensor]]:
+    def parts(self, kv: Tensor, rows: SharedRows) -> Iterator[tuple[Blocks, Tensor]]:
         """Yield (blocks of a row, their kv) for the queries to attend to, this rank's own first. While the caller works
-        on one part, the next is in transit."""
+        on one part, the next is in transit. Keys that no query of this rank sees may be zeros."""
 
-    def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
-        """Send the gradient of part `step` (from 0) to the owner of its keys, in the dtype `wire`. The result, once
-        waited for, is what other ranks sent for this rank's kv."""
+    def return_dkv(self, step: int, grad: Tensor, rows: SharedRows, wire: torch.dtype) -> PendingSum:
+        """Send the gradient of part `step` (from 0) to the owner of its keys, in the dtype `wire`. The result adds to
+        the gradient of this rank's kv what other ranks sent."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Ring attention (arXiv:2310.01889): a rank sends keys and values on while it attends to them.
+    """Ring attention (arXiv:2310.01889): a rank attends to the keys of one rank while those of the next travel.
 
-    Keys and values move from rank r to rank r - 1. Each hop forwards only the keys that later ranks can still attend
-    to; in zigzag order that is what the next rank attends to, never more. Gradients go straight to the rank that owns
-    the keys, which adds them up in fp32. A running sum around the ring would be rounded on every rank, or take twice
-    the bytes.
+    In hop s keys and values go from rank r straight to rank r - s: those that it attends to (`ring.py`), and nothing if
+    there are none. For whole rows that is what neighbours would hand on, and for documents less: one over one edge is
+    sent once. Gradients go straight back to the owner of the keys, which adds them up in fp32. A running sum around the
+    ring would be rounded on every rank, or take twice the bytes.
     """
 
     group: dist.ProcessGroup
 
-    def parts(self, kv: Tensor, tokens: Tokens) -> Iterator[tuple[Blocks, Tensor]]:
-        rank, size = self.group.rank(), self.group.size()
-        for step in range(size):
-            arriving = None
-            if step < size - 1:
-                sent, received = ring_keys(tokens, rank, step + 1)
-                arriving = self._swap(kv[:, :, :sent], -1, received)
-            yield narrowed(tokens[(rank + step) % size], 0, kv.shape[2]), kv
-            if arriving is not None:
-                kv = arriving()
+    def parts(self, kv: Tensor, rows: SharedRows) -> Iterator[tuple[Blocks, Tensor]]:
+        rank, tokens = self.group.rank(), rows.tokens
+        blocks, part = tokens[rank], kv
+        for step, hop in enumerate(hops(rows, rank), 1):
+            arriving = self._swap(_packed(kv, hop.sent), -step, tokens_of(hop.received))
+            yield blocks, part
+            part = _spread(arriving(), hop.received, kv.shape[1])
+            blocks = narrowed(tokens[(rank + step) % len(tokens)], 0, part.shape[2])
+        yield blocks, part
 
-    def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
+    def return_dkv(self, step: int, grad: Tensor, rows: SharedRows, wire: torch.dtype) -> PendingSum:
         if step == 0:
-            return lambda: grad
-        sent, received = ring_gradients(tokens, self.group.rank(), step)
-        return self._swap(grad[:, :, :sent].to(wire), step, received)
+            return lambda total: _add(total, grad)
+        hop = hops(rows, self.group.rank())[step - 1]
+        arriving = self._swap(_packed(grad, hop.received).to(wire), step, tokens_of(hop.sent))
+        return lambda total: _add_pieces(total, arriving(), hop.sent)
 
-    def _swap(self, kv: Tensor, distance: int, tokens: int) -> Pending:
-        """Send to the rank `distance` further on, and receive the kv of `tokens` tokens from the one as far behind."""
-        rank, size, sent = self.group.rank(), self.group.size(), kv.contiguous()
-        received = kv.new_empty(*kv.shape[:2], tokens, *kv.shape[3:])
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, sent, group=self.group, group_peer=(rank + distance) % size),
-                dist.P2POp(dist.irecv, received, group=self.group, group_peer=(rank - distance) % size),
-            ]
-        )
+    def _swap(self, sent_2SGD: Tensor, distance: int, tokens: int) -> Pending:
+        """Send to the rank `distance` further on, and receive the kv of `tokens` tokens from the one as far behind:
+        [2,S,G,D]. A message of no tokens is not sent."""
+        rank, size, sent = self.group.rank(), self.group.size(), sent_2SGD.contiguous()
+        received = sent.new_empty(sent.shape[0], tokens, *sent.shape[2:])
+        both = (dist.isend, sent, rank + distance), (dist.irecv, received, rank - distance)
+        messages = [
+            dist.P2POp(way, tensor, group=self.group, group_peer=peer % size)
+            for way, tensor, peer in both
+            if tensor.shape[1]
+        ]
+        works = dist.batch_isend_irecv(messages) if messages else []
 
         def wait(_: Tensor = sent) -> Tensor:  # `sent` must live until it has been sent
             for work in works:
@@ -86,6 +90,30 @@ class Ring:
             return received
 
         return wait
+
+
+def _packed(kv_2BLGD: Tensor, pieces: Pieces) -> Tensor:
+    """Put pieces of rows one behind the other: [2,S,G,D]."""
+    if tokens_of(pieces) == kv_2BLGD.shape[1] * kv_2BLGD.shape[2]:
+        return kv_2BLGD.flatten(1, 2)
+    return torch.cat([kv_2BLGD[:, 0, :0], *(kv_2BLGD[:, row, start:stop] for row, start, stop in pieces)], 1)
+
+
+def _spread(kv_2SGD: Tensor, pieces: Pieces, rows: int) -> Tensor:
+    """Put pieces back into rows of as many tokens as hold them all: [2,B,l,G,D], zeros between them."""
+    wide = width(pieces)
+    if rows * wide == kv_2SGD.shape[1]:
+        return kv_2SGD.unflatten(1, (rows, wide))  # type: ignore[no-any-return,no-untyped-call]
+    spread = kv_2SGD.new_zeros(kv_2SGD.shape[0], rows, wide, *kv_2SGD.shape[2:])
+    _add_pieces(spread, kv_2SGD, pieces)
+    return spread
+
+
+def _add_pieces(total_2BLGD: Tensor, kv_2SGD: Tensor, pieces: Pieces) -> None:
+    """Add pieces to those of the rows, in place."""
+    sizes = [stop - start for _, start, stop in pieces]
+    for (row, start, stop), piece in zip(pieces, torch.split(kv_2SGD, sizes, 1), strict=True):
+        total_2BLGD[:, row, start:stop] += piece
 
 
 @dataclass(frozen=True)
@@ -98,20 +126,25 @@ class AllGatherKV:
 
     group: dist.ProcessGroup
 
-    def parts(self, kv: Tensor, tokens: Tokens) -> Iterator[tuple[Blocks, Tensor]]:
+    def parts(self, kv: Tensor, rows: SharedRows) -> Iterator[tuple[Blocks, Tensor]]:
+        tokens = rows.tokens
         arriving = collectives.all_gather_into_tensor(kv, len(tokens), self.group.group_name)
         yield (), kv  # its own arrive again among all
         whole = in_order(collectives.wait_tensor(arriving).view(len(tokens), *kv.shape), tokens, 2)
         del arriving  # a second copy of `whole`'s size
         yield ((0, whole.shape[2]),), whole
 
-    def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
+    def return_dkv(self, step: int, grad: Tensor, rows: SharedRows, wire: torch.dtype) -> PendingSum:
         if step == 0:
-            return lambda: grad
-        each = [1] * len(tokens)
-        dealt = by_rank(grad.to(wire), tokens, 2)
+            return lambda total: _add(total, grad)
+        each = [1] * len(rows.tokens)
+        dealt = by_rank(grad.to(wire), rows.tokens, 2)
         arriving = collectives.all_to_all_single(dealt, each, each, self.group.group_name)
-        return lambda: collectives.wait_tensor(arriving).sum(0, dtype=grad.dtype)
+        return lambda total: _add(total, collectives.wait_tensor(arriving).sum(0, dtype=grad.dtype))
+
+
+def _add(total: Tensor, more: Tensor) -> None:
+    total += more
 
 
 # ---- heads for tokens ------------------------------------------------------------------------------------------------

@@ -37,12 +37,13 @@ from fivefold.parallel.context import spec
 from fivefold.parallel.context.kv_exchange import (
     AllGatherKV,
     Exchange,
-    Pending,
+    PendingSum,
     Ring,
     gathered,
     tokens_for_heads,
     ulysses_all_to_all,
 )
+from fivefold.parallel.context.ring import SharedRows
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.plan import ParallelPlan
@@ -174,13 +175,18 @@ class CPAttentionArgs:
         """`cu_seqlens` of this rank's tokens: block edges end documents too."""
         return _cu_seqlens(self.edges, self.rows, self.length, self.mine)
 
+    @property
+    def shared(self) -> SharedRows:
+        """The rows, for an exchange."""
+        return SharedRows(self.tokens, self.edges, self.rule.window)
+
     def parts(self, kv: Tensor) -> Iterator[tuple[Blocks, Tensor]]:
         """Yield (blocks, their keys and values) that the queries of this rank attend to."""
-        return self.exchange.parts(kv, self.tokens) if self.exchange else iter([((), kv)])
+        return self.exchange.parts(kv, self.shared) if self.exchange else iter([((), kv)])
 
-    def return_dkv(self, step: int, grad: Tensor, wire: torch.dtype) -> Pending:
+    def return_dkv(self, step: int, grad: Tensor, wire: torch.dtype) -> PendingSum:
         """Send the gradient of part `step` to the owner of its kv; see `Exchange.return_dkv`."""
-        return self.exchange.return_dkv(step, grad, self.tokens, wire) if self.exchange else lambda: grad
+        return self.exchange.return_dkv(step, grad, self.shared, wire) if self.exchange else lambda total: None
 
     def drops_of(self, keys: Blocks) -> AttentionDrops | None:
         """Drops of this rank's queries and the keys of these blocks."""
@@ -226,7 +232,7 @@ class _Attention(torch.autograd.Function):
             rule.softcap, *job.dropping(),
         )  # fmt: skip
         dq, *dkv = (tensor.transpose(1, 2).to(lse.dtype) for tensor in own)
-        total, arriving = torch.stack(dkv), list[Pending]()
+        total, arriving = torch.stack(dkv), list[PendingSum]()
         for step, (blocks, part_kv) in enumerate(chain([first], parts)):
             more = torch.zeros_like(part_kv, dtype=lse.dtype)
             drops = job.drops_of(blocks)
@@ -236,9 +242,10 @@ class _Attention(torch.autograd.Function):
                 for whole, piece in zip(more, found[1:], strict=True):
                     offdiagonal.add(whole, part.rows, part.keys, piece)
             while arriving:
-                _add_first(total, arriving.pop()())
+                arriving.pop()(total)
             arriving.append(job.return_dkv(step, more, kv.dtype))
-        _add_first(total, arriving.pop()())
+            del more  # while the next keys are put in place
+        arriving.pop()(total)
         dk, dv = total.to(kv.dtype)
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
         return dq.to(q.dtype), dk, dv, dsinks, None
@@ -261,11 +268,6 @@ def _attended(q: Tensor, kv: Tensor, sinks: Tensor | None, job: CPAttentionArgs)
     if sinks is not None:
         kernels.join_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
-
-
-def _add_first(total_2BLGD: Tensor, part_2BlGD: Tensor) -> None:
-    """Add gradients of the first l of a rank's tokens, in place."""
-    total_2BLGD[:, :, : part_2BlGD.shape[2]] += part_2BlGD
 
 
 # ---- context parallelism in a model ----------------------------------------------------------------------------------
@@ -303,9 +305,12 @@ def _groups(mesh: Mesh, method: CPMethod) -> tuple[Exchange | None, dist.Process
     """(exchange of keys and values, Ulysses group); None for the one that the method does not use."""
     if method.ring == 1:
         return None, mesh.groups["cp"]
-    if method.ulysses == 1:
-        return (AllGatherKV if method.gathers else Ring)(mesh.groups["cp"]), None
-    return Ring(mesh.groups["cp_ring"]), mesh.groups["cp_ulysses"]
+    if method.gathers:
+        return AllGatherKV(mesh.groups["cp"]), None
+    ring = mesh.groups["cp" if method.ulysses == 1 else "cp_ring"]
+    # NCCL connects a group in its first call, which all of its ranks must make: some have nothing to send in a hop.
+    dist.all_reduce(torch.zeros((), device=mesh.fsdp.device_type), group=ring)
+    return Ring(ring), mesh.groups.get("cp_ulysses")
 
 
 def _cut_rows(fold: ContextParallel) -> Callable[..., tuple[Any, Any]]:

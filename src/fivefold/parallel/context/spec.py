@@ -1,14 +1,16 @@
 """Context parallelism: edits of modules, collectives between ranks, and bytes of a layer. No torch."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fivefold.core.model_limits import ModelLimits
 from fivefold.models.facts import AttentionShape, ModelFacts
 from fivefold.parallel.collectives import Call
+from fivefold.parallel.context.ring import SharedRows, hops, tokens_of
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.ranks import Tokens, ring_hops
+from fivefold.parallel.ranks import Tokens
 from fivefold.parallel.step import LayerNumbers, LayerStep, Step
 
 
@@ -25,31 +27,49 @@ def calls(step: Step) -> Iterator[Call]:
     plan, shape = step.plan, step.shape
     u, rings = plan.cp_method.ulysses, plan.rings(shape.tokens)
     ring_axis, ulysses_axis = ("cp" if u == 1 else "cp_ring"), ("cp" if len(rings) == 1 else "cp_ulysses")
-    exchange = _gathered if plan.cp_method.gathers else _ring
     token = shape.rows * shape.compute_bytes  # bytes of one feature of one token of every row
     for name, heads in plan.attends.items():
         layer = step.layer_of(name)
         kv = max(heads.kv, u)  # key/value heads that a rank sends
-        size = 2 * kv // u * heads.size * token  # keys and values of one token
-        yield from exchange(step, ring_axis, name, size, rings, plan.placement.coords.cp // u)
+        size = 2 * kv // u * heads.size * shape.compute_bytes  # keys and values of one token
+        if plan.cp_method.gathers:
+            yield from _gathered(step, ring_axis, name, size * shape.rows, rings)
+        else:
+            yield from _ring(step, ring_axis, name, size, rings, heads)
         for features in ((heads.query + 2 * kv) * heads.size, heads.query * heads.size):
             size = features * shape.tokens * token
             yield from step.forwards(ulysses_axis, "all_to_all", size, name, is_kept=True)
             yield step.call(ulysses_axis, "all_to_all", size, "backward", layer)
 
 
-def _ring(step: Step, axis: str, site: str, size: int, tokens: Tokens, rank: int) -> Iterator[Call]:
-    """Calls of a ring. Keys and values go round in forward, and once more in backward, when their gradients go straight
-    to the owners. `size`: bytes of the keys and values of one token."""
-    for keys, gradients in ring_hops(tokens, rank):
-        for kind, of_keys, of_gradients in zip(("send", "recv"), keys, gradients, strict=True):
-            yield from step.forwards(axis, kind, of_keys * size, site, is_kept=True, overlaps=True)
-            yield step.call(axis, kind, of_keys * size, "backward", step.layer_of(site), overlaps=True)
-            yield step.call(axis, kind, of_gradients * size, "backward", step.layer_of(site), overlaps=True)
+def _ring(step: Step, axis: str, site: str, size: int, tokens: Tokens, heads: AttentionShape) -> Iterator[Call]:
+    """Calls of a ring. Keys and values go round in forward, and once more in backward, when their gradients go back.
+    Nothing is sent where no query attends. `size`: bytes of the keys and values of one token."""
+    plan, layer = step.plan, step.layer_of(site)
+    rank = plan.placement.coords.cp // plan.cp_method.ulysses
+    length = sum(stop - start for blocks in tokens for start, stop in blocks)
+    for part, edges, rows in _by_documents(step, length):
+        for hop in hops(SharedRows(tokens, edges, heads.window, heads.chunk), rank):
+            for kind, back, pieces in (("send", "recv", hop.sent), ("recv", "send", hop.received)):
+                if of_hop := tokens_of(pieces) * rows * size:
+                    yield from part.forwards(axis, kind, of_hop, site, is_kept=True, overlaps=True)
+                    yield part.call(axis, kind, of_hop, "backward", layer, overlaps=True)
+                    yield part.call(axis, back, of_hop, "backward", layer, overlaps=True)
 
 
-def _gathered(step: Step, axis: str, site: str, size: int, tokens: Tokens, rank: int) -> Iterator[Call]:
-    """Calls of an all-gather of keys and values of whole rows. One all-to-all sends their gradients to the owners."""
+def _by_documents(step: Step, length: int) -> Iterator[tuple[Step, tuple[int, ...], int]]:
+    """Yield the micro batches that have the same documents: (a step of these alone, bounds of the documents, rows for
+    each row that the bounds are of). Where the documents are not known, one row of one document stands for all."""
+    shape = step.shape
+    if not shape.documents:
+        yield step, (0, length), shape.rows
+    for edges, times in Counter(shape.documents).items():
+        yield Step(step.plan, replace(shape, documents=(edges,) * times, micro_batches=times)), edges, 1
+
+
+def _gathered(step: Step, axis: str, site: str, size: int, tokens: Tokens) -> Iterator[Call]:
+    """Calls of an all-gather of keys and values of whole rows. One all-to-all sends their gradients to the owners.
+    `size`: bytes of the keys and values of one token of every row."""
     whole = sum(stop - start for blocks in tokens for start, stop in blocks) * size
     yield from step.forwards(axis, "all_gather", whole, site, is_kept=True, overlaps=True)
     yield step.call(axis, "all_gather", whole, "backward", step.layer_of(site), overlaps=True)
