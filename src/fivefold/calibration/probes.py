@@ -234,7 +234,7 @@ def _pass_on(mine: torch.Tensor, theirs: torch.Tensor, group: dist.ProcessGroup 
     ranks = dist.get_process_group_ranks(group)
     at = ranks.index(dist.get_rank())
     after, before = ranks[(at + far) % len(ranks)], ranks[at - far]
-    sends = [dist.P2POp(dist.isend, mine, after, group), dist.P2POp(dist.irecv, theirs, before, group)]
+    sends = [dist.P2POp(dist.irecv, theirs, before, group), dist.P2POp(dist.isend, mine, after, group)]
     for pending in dist.batch_isend_irecv(sends):
         pending.wait()
 

@@ -76,7 +76,8 @@ class Ring:
         [2,S,G,D]. A message of no tokens is not sent."""
         rank, size, sent = self.group.rank(), self.group.size(), sent_2SGD.contiguous()
         received = sent.new_empty(sent.shape[0], tokens, *sent.shape[2:])
-        both = (dist.isend, sent, rank + distance), (dist.irecv, received, rank - distance)
+        # What is received first: gloo's permission to send would wait behind what this rank sends to the same one.
+        both = (dist.irecv, received, rank - distance), (dist.isend, sent, rank + distance)
         messages = [
             dist.P2POp(way, tensor, group=self.group, group_peer=peer % size)
             for way, tensor, peer in both
