@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,9 +38,10 @@ class Memory:
             if folder != round_folder(folder.parent, but):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def is_awaited(self, number: int) -> bool:
-        """True if a worker of this round may still write."""
-        return self.folder is not None and any(round_folder(self.folder, number).glob("ready-*"))
+    def is_awaited(self, number: int, ranks: Sequence[int]) -> bool:
+        """True if one of these ranks of a round may still write."""
+        folder = self.folder and round_folder(self.folder, number)
+        return folder is not None and any((folder / f"ready-{rank}").exists() for rank in ranks)
 
 
 def free_bytes(folder: Path) -> int:

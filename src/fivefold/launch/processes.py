@@ -36,6 +36,7 @@ POLITE = (130, 143)  # exit codes of a worker that was asked to stop, as shells 
 _PIPE_BYTES = 2**20
 PREFIX = "fivefold-"  # name prefix of our temporary folders
 _OWNER = ".owner"
+Awaits = Callable[[Sequence[int]], bool]  # whether one of these ranks, which are ended, still has something to write
 
 
 class Workers:
@@ -50,7 +51,7 @@ class Workers:
         self.signals: list[signal.Signals] = []
         self.body, self.count = body, count
         self.first = 0  # the rank of the first of them
-        self.awaits: Callable[[], bool] = lambda: False  # a worker that is ended still has something to write
+        self.awaits: Awaits = lambda ranks: False
         self.ids: list[int] = []  # process ids by rank
         self._codes: dict[int, int] = {}
 
@@ -151,7 +152,9 @@ class Workers:
         if not at_once:
             self.send(signal.SIGTERM, self.running)
         while self.running and not (at_once or self._is_urgent):
-            if (now := time.monotonic()) > last or (now > deadline and not self.awaits()):
+            if (now := time.monotonic()) > last or (
+                now > deadline and not self.awaits([self.first + rank for rank in self.running])
+            ):
                 break
             self._listen(PAUSE_SECONDS)
         self.send(signal.SIGKILL, self.running)

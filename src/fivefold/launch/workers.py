@@ -28,7 +28,7 @@ from fivefold.launch.failure import (
 )
 from fivefold.launch.kept import ENDING
 from fivefold.launch.memory import Needs, Pressure, address_said, room
-from fivefold.launch.processes import Workers, private_folder
+from fivefold.launch.processes import Awaits, Workers, private_folder
 from fivefold.launch.watch import Watch
 from fivefold.launch.worker import CLOSED, INTERRUPTED, TERMINATED
 from fivefold.launch.world import NodeRanks
@@ -69,7 +69,7 @@ class OtherNodes:
 
     ranks: NodeRanks
     news: Callable[[], str]
-    awaits: Callable[[], bool] = lambda: False
+    awaits: Awaits = lambda ranks: False
 
 
 CAME, GONE = "came", "gone"
@@ -98,7 +98,7 @@ def start_workers(
             put_aside(logs)
         file.write_text(json.dumps(request, indent=1), encoding="utf-8")
     reserved = room_for_failures(logs, workers.count, first=first)
-    workers.awaits = others.awaits if others else lambda: False
+    workers.awaits = others.awaits if others else lambda ranks: False
     with private_folder() as folder, reserved, workers.started(file, folder, among):
         watch, pressure, news = Watch(folder, workers, patience), Pressure(), ""
         try:

@@ -6,15 +6,15 @@ lock: a rank that is in the midst of it keeps nothing. Whoever keeps a step hold
 follows.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fivefold.core.errors import UserError
 from fivefold.launch.failure import is_cut_off
 from fivefold.launch.kept import ENDING
 
@@ -58,8 +58,10 @@ class LastStep:
         with self._once:
             if self._keep and not self._is_over and self._changes.acquire(timeout=patience):
                 self._is_over = True
-                with suppress(OSError, RuntimeError, UserError):  # then nothing is kept
+                try:
                     self._keep(self._row, self._updated)
+                except Exception:  # the run goes on from the disk
+                    logging.getLogger(__name__).exception("the last step is not kept in memory")
             self._is_over = True
 
     def give_up(self) -> None:

@@ -187,7 +187,7 @@ class _Node:
             "memory": memory,
         }  # fmt: skip
         logs, patience = logs_of(config.run_dir, number), config.train.collective_timeout
-        others = OtherNodes(ranks, lambda: self._news(logs), lambda: self._memory.is_awaited(number))
+        others = OtherNodes(ranks, lambda: self._news(logs), partial(self._memory.is_awaited, number))
         start_workers(self._crew, {**request, **self._told}, logs=logs, patience=patience, others=others)
 
     def _news(self, logs: Path) -> str:

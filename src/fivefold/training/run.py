@@ -87,7 +87,7 @@ def train(config: RunConfig, world: World, *, events: Events | None = None, memo
         if world.local_rank == 0:
             stack.enter_context(data.train.filling())
         with advised(config, world, data):
-            job = Trainer.build(config, world, data, log, stack, memory=memory)
+            job = Trainer.build(config, world, data, log, stack, of_node=memory)
         # These objects live as long as the training. Python's collector would scan all 400,000 of them again and again:
         # 0.2 s on one rank, for which the others wait.
         gc.freeze()
@@ -105,10 +105,10 @@ class Trainer(Job):
     @classmethod
     def build(
         cls, config: RunConfig, world: World, data: PreparedData, log: RunLog, stack: ExitStack,
-        environment: Environment | None = None, memory: MemoryOfNode | None = None,
+        environment: Environment | None = None, of_node: MemoryOfNode | None = None,
     ) -> "Trainer":  # fmt: skip
         """Build everything that the first step needs; `stack` closes it. `environment`: None is that of a real run.
-        `memory`: see `train`."""
+        `of_node`: the memory of this node, see `train`."""
         environment = environment or Environment()
         preflight.check_ranks_agree(config, data)
         check_best(config, has_validation=data.validation is not None)
@@ -143,7 +143,7 @@ class Trainer(Job):
         state.outer.begin(model, **config.outer.model_dump(exclude={"every"}))
         stack.callback(log.folder.release)
         checkpoint.on_first_rank(log.folder.take)
-        keeper = CheckpointManager(config, model, optimizer, data, log, write=environment.write, memory=memory)
+        keeper = CheckpointManager(config, model, optimizer, data, log, write=environment.write, memory=of_node)
         job = cls(
             config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, samples, goals, teacher,
             loss, attention, environment,
