@@ -89,7 +89,7 @@ def _beside(after: "torch.cuda.Event | None") -> Any:
     """Inside, work on a GPU waits for `after` alone."""
     if after is None:
         return nullcontext()
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_event(after)
     return torch.cuda.stream(stream)
 

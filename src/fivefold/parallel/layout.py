@@ -234,7 +234,8 @@ class Layout(
         """
         fixed = prod(size for axis, size in self.degrees.items() if axis != self.rest)
         if self.rest and world % fixed == 0:
-            return replace(self, **{self.rest: world // fixed}).resolve(world)
+            filled: dict[str, Any] = {self.rest: world // fixed}
+            return replace(self, **filled).resolve(world)
         refuse(self.against_world(world))
         return self
 

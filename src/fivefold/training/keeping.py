@@ -50,7 +50,7 @@ class LastStep:
 
     def _note(self) -> None:
         if self._is_gpu:
-            self._updated = torch.cuda.Event()
+            self._updated = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._updated.record()
 
     def try_to_keep(self, *, patience: float = _PATIENCE) -> None:
