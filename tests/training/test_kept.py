@@ -18,6 +18,7 @@ from fivefold.checkpoint import step_folder
 from fivefold.config import RunConfig
 from fivefold.core.kept_steps import KeptStep, MemoryOfNode, kept_in, newest_kept
 from fivefold.launch.world import World
+from fivefold.training import checkpoints
 from fivefold.training import run as run_module
 from fivefold.training import step as step_module
 from tests.pool import run_ranks
@@ -25,12 +26,15 @@ from tests.training.bodies import Ran, column, run_dir, run_file
 
 pytestmark = pytest.mark.full
 
+KEYS: dict[str, Any] = {"train__micro_batch_size": 1, "train__max_steps": 6, "checkpoint__async": False}
 CUT_OFF = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:29500"
 
 
-def on_rank(tree: Mapping[str, Any], node: Mapping[int, int], folder: Path, *, cut_at: int, kept: KeptStep) -> Ran:
+def on_rank(
+    tree: Mapping[str, Any], node: Mapping[int, int], folder: Path, *, cut_at: int, kept: KeptStep, room: int
+) -> Ran:
     """Train on this rank, of node `node[rank]` with its memory in `folder`. `cut_at`: the step in whose gradients the
-    other ranks are gone; 0: none. `kept`: the step of round 1 to go on from."""
+    other ranks are gone; 0: none. `kept`: the step of round 1 to go on from. `room`: free bytes of memory."""
     config, rank, screen = RunConfig.model_validate(tree), dist.get_rank(), io.StringIO()
     config.run_dir.mkdir(parents=True, exist_ok=True)
     mine, number = node[rank], 2 if kept.step else 1
@@ -48,7 +52,11 @@ def on_rank(tree: Mapping[str, Any], node: Mapping[int, int], folder: Path, *, c
             raise RuntimeError(CUT_OFF)
         return plain(model)
 
-    with patch.object(step_module, "_squared_norms", squared_norms), redirect_stdout(screen):
+    with (
+        patch.object(step_module, "_squared_norms", squared_norms),
+        patch.object(checkpoints, "free_bytes", lambda _: room),
+        redirect_stdout(screen),
+    ):
         try:
             world = World(rank=rank, size=dist.get_world_size(), round=number)
             run_module.train(config, world, memory=memory)
@@ -57,10 +65,12 @@ def on_rank(tree: Mapping[str, Any], node: Mapping[int, int], folder: Path, *, c
     return Ran(screen.getvalue(), None)
 
 
-def train(tree: Any, nodes: list[int], folder: Path, *, cut_at: int = 0, kept: KeptStep | None = None) -> Ran:
+def train(
+    tree: Any, nodes: list[int], folder: Path, *, cut_at: int = 0, kept: KeptStep | None = None, room: int = 2**30
+) -> Ran:
     """Train on a rank for each of `nodes`; what the first one saw."""
-    here = dict(enumerate(nodes))
-    return run_ranks(len(nodes), partial(on_rank, tree, here, folder, cut_at=cut_at, kept=kept or KeptStep()))[0]
+    body = partial(on_rank, tree, dict(enumerate(nodes)), folder, cut_at=cut_at, kept=kept or KeptStep(), room=room)
+    return run_ranks(len(nodes), body)[0]
 
 
 def found(folder: Path, *nodes: int) -> KeptStep:
@@ -78,10 +88,9 @@ def layout(**degrees: int) -> dict[str, Any]:
 def test_a_step_that_one_replica_keeps_is_what_a_save_of_it_holds(degrees: dict[str, int], tmp_path: Path) -> None:
     size = degrees["dp_replicate"] * degrees.get("dp_shard", 1)
     nodes = [2 * rank // size for rank in range(size)]  # a replica each
-    keys = {"train__micro_batch_size": 1, "train__max_steps": 6, "checkpoint__async": False}
-    alone = run_file(tmp_path, run__name="alone", **keys)
+    alone = run_file(tmp_path, run__name="alone", **KEYS)
     assert train(alone, [0], tmp_path / "none").error is None
-    tree = run_file(tmp_path, run__name="run", checkpoint__every=1, **keys, **layout(**degrees))
+    tree = run_file(tmp_path, run__name="run", checkpoint__every=1, **KEYS, **layout(**degrees))
     memory = tmp_path / "memory"
     assert CUT_OFF in str(train(tree, nodes, memory, cut_at=5).error)
     saved = run_dir(tree) / "checkpoints" / step_folder(4)
@@ -101,9 +110,50 @@ def test_a_step_that_one_replica_keeps_is_what_a_save_of_it_holds(degrees: dict[
     kept = found(memory, 1)
     kept = KeptStep(kept.step, {part: 0 for part in kept.holders})
     (memory / "node-1").rename(memory / "node-0")
-    ran = train(run_file(tmp_path, run__name="run", **keys, **layout(dp_shard=2)), [0, 1], memory, kept=kept)
+    ran = train(run_file(tmp_path, run__name="run", **KEYS, **layout(dp_shard=2)), [0, 1], memory, kept=kept)
     assert ran.error is None and "from memory, step 4 of 6" in ran.screen
     assert column(tree, "step") == [1, 2, 3, 4, 5, 6]
     assert column(tree, "train/tokens_seen") == column(alone, "train/tokens_seen")
     assert column(tree, "train/loss") == pytest.approx(column(alone, "train/loss"), rel=1e-5)
     assert not any(memory.glob("node-*/round-*/step-*"))
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of dp2.shard2 that was cut off in step 5, with a checkpoint of step 3; each of two nodes has a shard."""
+    folder = tmp_path_factory.mktemp("apart")
+    tree = run_file(folder, **KEYS, checkpoint__every=3, **layout(dp_replicate=2, dp_shard=2))
+    assert CUT_OFF in str(train(tree, [0, 1, 0, 1], folder / "memory", cut_at=5).error)
+    return folder
+
+
+@pytest.mark.parametrize("case", ["each sends a shard", "a byte is flipped", "a file is gone", "no room"])
+def test_nodes_send_each_other_what_they_lack_or_go_on_from_the_disk(case: str, apart: Path, tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    shutil.copytree(apart / "memory", memory)
+    assert found(memory, 0).step == found(memory, 1).step == 0
+    kept = found(memory, 0, 1)
+    assert (kept.step, kept.holders) == (4, {0: 0, 1: 1})
+    file = memory / "node-1" / "round-000001" / step_folder(4) / "weight-00001.safetensors"
+    if case == "a byte is flipped":
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif case == "a file is gone":
+        file.with_name("part-00001.json").unlink()
+    tree = run_file(apart, run__name=case.replace(" ", "-"), checkpoint__every=3, **KEYS, **layout(dp_shard=2))
+    shutil.copytree(apart / "run", run_dir(tree))
+    ran = train(tree, [0, 1], memory, kept=kept, room=10 if case == "no room" else 2**30)
+    assert ran.error is None
+    start = 4 if case == "each sends a shard" else 3
+    assert f"step {start} of 6" in ran.screen and ("from memory" in ran.screen) == (start == 4)
+    says = {"a byte is flipped": "not those that were saved", "a file is gone": "is gone", "no room": "no room for"}
+    assert says.get(case, "") in ran.screen and ("DAMAGED" in ran.screen) == (start == 3)
+    assert column(tree, "step") == [1, 2, 3, 4, 5, 6]
+    assert not any(memory.glob("node-*/round-*/step-*"))
+
+
+def test_where_there_is_too_little_room_nothing_is_kept(tmp_path: Path) -> None:
+    tree = run_file(tmp_path, **KEYS, **layout(dp_replicate=2))
+    assert CUT_OFF in str(train(tree, [0, 1], tmp_path / "memory", cut_at=3, room=1000).error)
+    assert found(tmp_path / "memory", 0, 1) == KeptStep()

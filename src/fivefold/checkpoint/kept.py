@@ -8,8 +8,8 @@ of all of its replicas, which is checked by checksum before a step is chosen (`c
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,30 +133,47 @@ def _exchange(
 ) -> str:
     """Send each file that a node lacks to all nodes. Returns what went wrong here."""
     nodes = dist.new_group(sorted(lacking), backend="gloo", group_desc="nodes")
-    rank, error = dist.get_rank(), ""
+    rank, errors = dist.get_rank(), list[str]()
     if rank not in lacking:
         return ""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for file in sorted({file for lacks in lacking.values() for file in lacks}):
-        path, is_sent = folder / file, files[file] == rank
-        try:
-            with path.open("rb") if is_sent else _new(path, wanted=file in lacking[rank]) as opened:
-                for start in range(0, sizes[file], AT_ONCE):
-                    piece = torch.empty(min(AT_ONCE, sizes[file] - start), dtype=torch.uint8)
-                    if is_sent:
-                        opened.readinto(piece.numpy().data)
-                    dist.broadcast(piece, src=files[file], group=nodes)
-                    if not is_sent:
-                        opened.write(piece.numpy().data)
-        except OSError as failed:
-            error = f"{path}: {failed.strerror}"
-            break
+    wanted = {file for lacks in lacking.values() for file in lacks}
+    for file in sorted(wanted, key=lambda file: (file.endswith(".json"), file)):  # what describes a part comes last
+        _pass_on(folder / file, sizes[file], files[file], nodes, is_wanted=file in lacking[rank], errors=errors)
     dist.destroy_process_group(nodes)
-    return error
+    return next(iter(errors), "")
 
 
-def _new(path: Path, *, wanted: bool) -> Any:
-    return path.open("wb") if wanted else open(os.devnull, "wb")
+def _pass_on(
+    path: Path, size: int, source: int, nodes: dist.ProcessGroup, *, is_wanted: bool, errors: list[str]
+) -> None:
+    """Send a file, or receive it if it is wanted, to its end whatever goes wrong here: the others wait for that."""
+    is_sent, beside = source == dist.get_rank(), path.with_name(f".{path.name}")
+    with ExitStack() as stack:
+        opened: Any = None
+        with _noting(errors):
+            if is_sent or is_wanted:
+                opened = stack.enter_context(path.open("rb") if is_sent else beside.open("wb"))
+        for start in range(0, size, AT_ONCE):
+            piece = torch.empty(min(AT_ONCE, size - start), dtype=torch.uint8)
+            with _noting(errors):
+                if is_sent and opened:
+                    opened.readinto(piece.numpy().data)
+            dist.broadcast(piece, src=source, group=nodes)
+            with _noting(errors):
+                if not is_sent and opened:
+                    opened.write(piece.numpy().data)
+    if opened and not (is_sent or errors):
+        beside.replace(path)
+
+
+@contextmanager
+def _noting(errors: list[str]) -> Iterator[None]:
+    """Note errors of the system in this context."""
+    try:
+        yield
+    except OSError as error:
+        errors.append(f"a kept step cannot be read or written: {error.strerror}")
 
 
 def _described(folder: Path, kept: KeptStep, names: Iterable[str], received: Sequence[str]) -> str:
