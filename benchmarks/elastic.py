@@ -1,6 +1,6 @@
 """Does a run whose nodes are killed, and come back, go on with those that are left, and end as the run left alone?
 
-    python benchmarks/elastic.py             all three; writes benchmarks/results/elastic.json
+    python benchmarks/elastic.py             all four; writes benchmarks/results/elastic.json
     python benchmarks/elastic.py --kills 10  that many kills in place of 100
     python benchmarks/elastic.py --minutes 3 so long a run for goodput in place of 10
     python benchmarks/elastic.py --namespaces  each node in a network namespace of its own (root, `ip`)
@@ -8,6 +8,7 @@
 A node is a `fivefold train` with its workers; a kill is SIGKILL to all of its processes at once.
 
     next_step   the demo on 2 nodes, one is killed: seconds to the next step that counts
+    memory      the same with copies on each node and no checkpoint: no step is done twice
     kills       random nodes are killed and started again, 4 -> 2 -> 3 -> 4 nodes: every step once, over the rows of the
                 order (the ledger of rows is compared at every step), with the curve of the run left alone
     goodput     2 nodes, one killed every 60 s on average and started again at once: the steps that count, as a part of
@@ -53,10 +54,11 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--namespaces", action="store_true", help="a network namespace for each node")
-    parser.add_argument("--only", choices=("next_step", "kills", "goodput"))
+    parser.add_argument("--only", choices=("next_step", "memory", "kills", "goodput"))
     args = parser.parse_args()
     parts: dict[str, Callable[[Path, list[str]], dict[str, Any]]] = {
         "next_step": next_step,
+        "memory": memory,
         "kills": lambda folder, places: kills(folder, places, args.kills),
         "goodput": lambda folder, places: goodput(folder, places, 60 * args.minutes),
     }
@@ -81,6 +83,23 @@ def next_step(folder: Path, places: list[str]) -> dict[str, Any]:
             run.wait(lambda run=run: run.step >= 25 and run.nodes == 2)  # type: ignore[misc]
             seconds.append(run.kill(number))
     return {"ok": max(seconds) <= 10, "seconds": [round(each, 1) for each in seconds]}
+
+
+def memory(folder: Path, places: list[str]) -> dict[str, Any]:
+    """`next_step` where each node holds all of the state, and nothing is saved; the steps that were done twice."""
+    seconds, again = [], []
+    copies = "layout.dp_replicate=-1", "layout.dp_shard=1", "checkpoint.every=0"
+    for number in (0, 1):
+        with Run(folder, f"memory-{number}", "1:2", places, *copies, "train.max_steps=2000") as run:
+            run.start(0), run.start(1)
+            run.wait(lambda run=run: run.step >= 25 and run.nodes == 2)  # type: ignore[misc]
+            seconds.append(run.kill(number))
+            starts = load(run.path).starts
+            again.append(max(starts[-2].last or 0, 25) - starts[-1].step)
+    return {
+        "ok": max(seconds) <= 10 and max(again) <= 0, "seconds": [round(each, 1) for each in seconds],
+        "steps_done_twice": [max(each, 0) for each in again],
+    }  # fmt: skip
 
 
 def kills(folder: Path, places: list[str], count: int) -> dict[str, Any]:
@@ -160,7 +179,8 @@ class Run:
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
         self._command = [
             sys.executable, "-m", "fivefold", "train", f"run.dir={folder}", f"run.name={name}", "--nproc", "1",
-            "layout.dp_shard=-1", *([f"train.nodes={nodes}"] if nodes else []), *settings,
+            *([] if any(key.startswith("layout.") for key in settings) else ["layout.dp_shard=-1"]),
+            *([f"train.nodes={nodes}"] if nodes else []), *settings,
         ]  # fmt: skip
 
     def __enter__(self) -> "Run":

@@ -195,6 +195,10 @@ def test_without_a_pipeline_a_schedule_is_1f1b() -> None:
 def test_the_rest_is_filled_in() -> None:
     assert Layout(dp_shard=-1, tp=2).resolve(8).dp_shard == 4
     assert Layout.parse("tp2").resolve(2) == Layout(tp=2)
+    assert Layout.parse("dp-1.shard2").resolve(8) == Layout(dp_replicate=4, dp_shard=2)
+    assert [Layout.parse(text).rest for text in ("dp-1", "dp2.shard-1", "dp2")] == ["dp_replicate", "dp_shard", ""]
+    with pytest.raises(UserError, match="dp_shard and dp_replicate are both -1"):
+        Layout(dp_shard=-1, dp_replicate=-1)
     with pytest.raises(UserError, match="ep 3 does not divide dp_shard 8"):
         Layout.parse("shard-1.ep3").resolve(8)
     with pytest.raises(UserError, match="not known yet"):
@@ -206,6 +210,11 @@ def test_the_rest_is_filled_in() -> None:
     [
         ("shard3.cp2.tp4", 16, "dp_shard 3 x cp 2 x tp 4 = 24, but 16 workers started; dp_shard 2 fits"),
         ("shard-1.tp3", 8, "dp_shard -1 x tp 3, but 8 workers started; 3 does not divide 8, tp 2 or 4 does"),
+        (
+            "dp-1.shard3",
+            8,
+            "dp_replicate -1 x dp_shard 3, but 8 workers started; 3 does not divide 8, dp_shard 2 or 4 does",
+        ),
         ("single", 2, "single = 1, but 2 workers started; dp_shard 2 fits"),
     ],
 )

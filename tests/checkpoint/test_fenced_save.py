@@ -50,7 +50,7 @@ def save(directory: Path, number: int, step: int, value: float) -> None:
     published, place = directory / step_folder(step), room(directory, number)
     beside = place / f".tmp-{published.name}"
     slices = [saving.OwnedSlice("weight", name, (4, 6), (0, 0), torch.full((4, 6), value)) for name in NAMES]
-    snapshot = saving._Snapshot(
+    snapshot = saving.Snapshot(
         about=saving.Metadata(step=step, state={"value": value}), layout="single", names=NAMES, slices=slices,
         scalars={}, texts={"run.yaml": b"x"},
     )  # fmt: skip

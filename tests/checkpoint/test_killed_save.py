@@ -66,7 +66,7 @@ def save_at(published: Path, step: int, keep: int | None, best: tuple[int, ...] 
             for kind in ("weight", "exp_avg")
             for name in NAMES
         ]
-        snapshot = saving._Snapshot(
+        snapshot = saving.Snapshot(
             about=save_about(step, best), layout="shard2", names=NAMES, slices=slices, scalars={},
             texts={"run.yaml": b"step\n" * step, "model/config.json": b"{}"},
         )  # fmt: skip

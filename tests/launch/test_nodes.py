@@ -28,6 +28,7 @@ from fivefold.core.units import parse_nodes
 from fivefold.launch import nodes as launch_nodes
 from fivefold.launch.failure import Suspected, WorkerDied
 from fivefold.launch.folder import FolderLock, held
+from fivefold.launch.kept import Memory
 from fivefold.launch.nodes import (
     HEARTBEAT,
     MISSED,
@@ -113,7 +114,14 @@ def test_nodes_may_have_different_numbers_of_workers(tmp_path: Path) -> None:
 
 def choice(config: RunConfig, *members: Member, least: int = 1) -> dict[str, Any]:
     node = nodes._Node(
-        config, cast(Any, None), cast(Any, None), least, lambda settled, size, local_size: settled, None, {}
+        config,
+        cast(Any, None),
+        cast(Any, None),
+        least,
+        lambda settled, size, local_size: settled,
+        None,
+        {},
+        Memory(),
     )
     return cast(dict[str, Any], json.loads(node._choice(members)))
 
@@ -121,7 +129,8 @@ def choice(config: RunConfig, *members: Member, least: int = 1) -> dict[str, Any
 def test_as_many_nodes_train_as_the_batch_allows(tmp_path: Path) -> None:
     keys = [f"run.dir={tmp_path}", "train.global_batch_size=8", "train.micro_batch_size=1", "train.nodes=1:4"]
     config = load_config(None, keys)
-    assert choice(config, A, B) == {"nodes": 2, "layout": "", "why": ""}
+    both = choice(config, A, B)
+    assert (both["nodes"], both["layout"], both["why"], both["kept"]["step"]) == (2, "", "", 0)
     fewer = choice(config, A, B, A)  # 6 ranks do not divide 8 rows
     assert fewer["nodes"] == 2 and "8" in fewer["why"]
     with pytest.raises(UserError, match="global_batch_size"):
@@ -325,7 +334,7 @@ def outcomes(
 
     def train(crew: Any, meeting: Meeting) -> str:
         try:
-            nodes._Node(config, crew, meeting, 1, lambda settled, *_: settled, None, {}).train()
+            nodes._Node(config, crew, meeting, 1, lambda settled, *_: settled, None, {}, Memory()).train()
         except (UserError, nodes.Ended) as error:
             return f"{type(error).__name__}: {error}"
         finally:
@@ -416,6 +425,8 @@ def started(tree: dict[str, Any], count: int) -> Iterator[tuple[list[Node], Call
     finally:
         for node in all_nodes:
             node.kill()
+        with Memory():  # removes what those that were killed have left
+            pass
 
 
 def check_parity(tree: dict[str, Any], alone: dict[str, Any]) -> None:
@@ -428,7 +439,8 @@ def check_parity(tree: dict[str, Any], alone: dict[str, Any]) -> None:
 
 
 def file_of(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
-    return run_file(folder, run__name=name, train__check_every=1, checkpoint__every=5, layout__dp_shard=-1, **changes)
+    keys: dict[str, Any] = {"train__check_every": 1, "checkpoint__every": 5, "layout__dp_shard": -1}
+    return run_file(folder, run__name=name, **keys | changes)
 
 
 @pytest.mark.full
@@ -445,9 +457,31 @@ def test_a_run_goes_on_without_a_node_that_was_killed(tmp_path: Path) -> None:
     assert code == 0, said
     assert "node 1 of 2: rank 0 of 2" in said or "node 2 of 2: rank 1 of 2" in said
     assert "2 → 1 nodes: without" in said and "node 1 of 1: rank 0 of 1" in said
+    assert "goes on from the checkpoint of step" in said and "in memory" not in said
     assert train(alone, 1).error is None
     check_parity(tree, alone)
     assert {event.kind for event in history.load(run_dir(tree)).events} == {"nodes"}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="a step is kept in /dev/shm")
+def test_no_step_is_lost_where_the_other_nodes_hold_all_of_it(tmp_path: Path) -> None:
+    """Nothing is saved before the end."""
+    steps, replicas = 30, {"layout__dp_replicate": -1, "layout__dp_shard": 1, "checkpoint__every": 1000}
+    alone = file_of(tmp_path, "alone", train__max_steps=steps)
+    tree = file_of(tmp_path, "run", train__max_steps=steps, train__nodes="1:2", **replicas)
+    with started(tree, 2) as (both, _):
+        _wait(lambda: _last(run_dir(tree)) >= 8 or any(node.process.poll() is not None for node in both))
+        both[1].kill()
+        code = both[0].process.wait(60)
+        said = both[0].log.read_text()
+    assert code == 0, said
+    event = history.load(run_dir(tree)).events[-1]
+    first, second = history.load(run_dir(tree)).starts[-2:]
+    assert event.kind == "nodes" and f"goes on from step {second.step} in memory" in event.what
+    assert second.step >= max(8, first.last or 0, event.step) and second.about["resumed"] == "memory"
+    assert train(alone, 1).error is None
+    check_parity(tree, alone)
 
 
 @pytest.mark.campaign

@@ -99,7 +99,7 @@ class OwnedSlice:
 
 
 @dataclass(frozen=True)
-class _Snapshot:
+class Snapshot:
     """Everything that a save needs, and nothing that training changes."""
 
     about: Metadata
@@ -195,7 +195,7 @@ class Saver:
             torch.cuda.synchronize()
         return [replace(one, values=next(copies)) if own else one for one, own in zip(slices, moved, strict=True)]
 
-    def _write_and_publish(self, snapshot: _Snapshot) -> Path:
+    def _write_and_publish(self, snapshot: Snapshot) -> Path:
         """Write and publish in the thread, on every rank."""
         published = self._directory / step_folder(snapshot.about.step)
         written = self._write(snapshot, published, self.group, keep=self._keep, room=self._room)
@@ -245,37 +245,41 @@ def save(
 def _snapshot(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, about: Metadata,
     staged: Callable[[list[OwnedSlice]], list[OwnedSlice]],
-) -> _Snapshot:  # fmt: skip
+) -> Snapshot:  # fmt: skip
     state = state_of(model)
-    kinds = {
-        key: kind
-        for rank in plain.everywhere(optimizer and scalar_types(optimizer))
-        for key, kind in (rank or {}).items()
-    }
-    types = {SCALARS: kinds} if {*kinds.values()} - {"float32"} else {}  # those of AdamW are tensors in fp32
-    return _Snapshot(
+    types = types_of_all(plain.everywhere(optimizer and scalar_types(optimizer)))
+    return Snapshot(
         about=replace(about, state={**about.state, **state.scales.state(), **state.dropout.state(), **types}),
         layout=str(state.plan.layout),
         names=tuple(state.placement.stored_shapes),
         slices=staged(list(collect(model, optimizer))),
-        scalars=_scalars(model, optimizer) if optimizer else {},
+        scalars=scalars_of(model, optimizer) if optimizer else {},
         texts=_texts(model, about) if dist.get_rank() == 0 else {},
     )
 
 
+def types_of_all(ranks: Iterable[Mapping[str, str] | None]) -> dict[str, dict[str, str]]:
+    """The entry of a checkpoint's state for the types of scalars, from those of each rank; none if all are in fp32, as
+    those of AdamW."""
+    kinds = {key: kind for rank in ranks for key, kind in (rank or {}).items()}
+    return {SCALARS: kinds} if {*kinds.values()} - {"float32"} else {}
+
+
 def collect(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, gradients: bool = False
-) -> Iterator[OwnedSlice]:
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, gradients: bool = False,
+    at: Placement | None = None, parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+) -> Iterator[OwnedSlice]:  # fmt: skip
     """The slices of weights and optimizer state that this rank owns: over all ranks, every element once. `gradients`:
-    those of the weights' gradients instead.
+    those of the weights' gradients instead. `at`: the placement of another rank that holds the same. `parameters`:
+    those of the model, while others stand in their places.
 
     State in its parameter's shape is sharded like the parameter, and so are the scales of its blocks; state of another
     shape is the same on all ranks (only layouts of whole tensors have it). Raises `UserError` for state that
     checkpoints do not support.
     """
-    placement, outer = state_of(model).placement, state_of(model).outer
+    placement, outer = at or state_of(model).placement, state_of(model).outer
     stored = placement.stored_shapes
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters or model.named_parameters():
         weight = parameter.grad if gradients else parameter
         if placement.is_owner(name) and name in stored and not gradients:
             yield from _in_common(outer, name)
@@ -338,11 +342,14 @@ def _check_type(kind: str, name: str, tensor: Tensor) -> None:
         )
 
 
-def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
+def scalars_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, at: Placement | None = None,
+    parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+) -> dict[str, dict[str, float]]:  # fmt: skip
     """The optimizer's scalars per parameter, such as its step count; those of a replica that trains apart are its
-    own."""
-    placement, outer, found = state_of(model).placement, state_of(model).outer, dict[str, dict[str, Any]]()
-    for name, parameter in model.named_parameters():
+    own. `at`, `parameters`: as in `collect`."""
+    placement, outer, found = at or state_of(model).placement, state_of(model).outer, dict[str, dict[str, Any]]()
+    for name, parameter in parameters or model.named_parameters():
         state = optimizer.state.get(parameter, {})
         once = {key: value for key, value in state.items() if key not in _per_element(state) and value is not None}
         if wrong := [key for key, value in once.items() if not isinstance(value, Tensor | int | float)]:
@@ -378,7 +385,7 @@ def _floats(values: Sequence[Tensor | float]) -> list[float]:
 
 
 def write_together(
-    snapshot: _Snapshot, published: Path, group: dist.ProcessGroup, *, keep: int | None, overwrite: bool = False,
+    snapshot: Snapshot, published: Path, group: dist.ProcessGroup, *, keep: int | None, overwrite: bool = False,
     room: Path | None = None,
 ) -> list[str]:  # fmt: skip
     """Every rank writes its part, and the first one publishes. Returns the files that this rank wrote. `keep` None: the
@@ -427,15 +434,15 @@ def standing(published: Path, beside: Path | None = None) -> Path:
     return aside if (aside / NAME).exists() else published
 
 
-def _told(folder: Path, snapshot: _Snapshot, rank: int) -> dict[str, Any]:
-    """The report of `_write` to the first rank: the tree of the contents, or the error."""
+def _told(folder: Path, snapshot: Snapshot, rank: int) -> dict[str, Any]:
+    """The report of `write_part` to the first rank: the tree of the contents, or the error."""
     try:
-        return _write(folder, snapshot, rank).tree()
+        return write_part(folder, snapshot, rank).tree()
     except Exception as error:
         return {"error": f"rank {rank}: {error}"}
 
 
-def _write(folder: Path, snapshot: _Snapshot, rank: int) -> Part:
+def write_part(folder: Path, snapshot: Snapshot, rank: int) -> Part:
     """Write this rank's slices, weights and optimizer state in a file each, and read them back."""
     by_file: dict[str, dict[str, OwnedSlice]] = {}
     for one in snapshot.slices:
@@ -468,14 +475,14 @@ def _described(slices: Sequence[OwnedSlice], rank: int) -> dict[str, dict[str, T
 
 
 def _publish(
-    snapshot: _Snapshot, told: Sequence[Mapping[str, Any]], beside: Path, published: Path, keep: int | None
+    snapshot: Snapshot, told: Sequence[Mapping[str, Any]], beside: Path, published: Path, keep: int | None
 ) -> None:
     try:
         for part in told:
             if "error" in part:
                 raise OSError(part["error"])
         parts = [Part.from_tree(part) for part in told]
-        manifest = _manifest(snapshot, parts, _write_texts(beside, snapshot.texts))
+        manifest = manifest_of(snapshot, parts, _write_texts(beside, snapshot.texts))
         files.write(beside / NAME, [manifest.to_json().encode()])
         files.sync_folder(beside)
         read_manifest(beside)
@@ -530,7 +537,7 @@ def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileReco
     return records
 
 
-def _manifest(snapshot: _Snapshot, parts: Sequence[Part], texts: dict[str, FileRecord]) -> Manifest:
+def manifest_of(snapshot: Snapshot, parts: Sequence[Part], texts: dict[str, FileRecord]) -> Manifest:
     scalars: dict[str, dict[str, float]] = {}
     for name, values in (item for part in parts for item in part.scalars.items()):
         scalars.setdefault(name, {}).update(values)

@@ -70,7 +70,7 @@ def examine(
     the pipeline. Raises `UserError` for a model that cannot be read, or a layout that does not fit it.
     """
     parsed = Layout.parse(layout)
-    if parsed.dp_shard == -1:
+    if parsed.rest:
         raise UserError("a plan is of a known number of ranks", fix="write dp_shard in the layout, such as shard8.tp2")
     parsed = parsed.resolve(parsed.world)
     if not 0 <= rank < parsed.world:

@@ -131,8 +131,17 @@ def _is_consequence(failure: dict[str, Any]) -> tuple[bool, int]:
 
 def is_of_others(failure: dict[str, Any]) -> bool:
     """True if a rank failed because others no longer answered it."""
-    is_of_torch = failure["type"] in _OF_TORCH or bool(_CUT_OFF.search(failure["what"]))
+    is_of_torch = _is_cut_off(failure["type"], failure["what"])
     return is_of_torch or failure["type"] == "RoundOver" or (failure["type"] in HANGS and failure["waits"])
+
+
+def is_cut_off(error: Exception) -> bool:
+    """True for the error of a collective whose other ranks are gone."""
+    return _is_cut_off(type(error).__name__, str(error))
+
+
+def _is_cut_off(kind: str, what: str) -> bool:
+    return kind in _OF_TORCH or bool(_CUT_OFF.search(what))
 
 
 _OF_TORCH = ("DistBackendError", "DistNetworkError", "DistStoreError")

@@ -98,6 +98,13 @@ class Round:
         self.wait(["choice"])
         return str(self.store.get("choice").decode())
 
+    def told_by_all(self, key: str, mine: str) -> list[str]:
+        """What each node says under a name, in order. Raises `NodesChanged` if one is gone before."""
+        keys = [f"{key}/{node}" for node in range(len(self.members))]
+        self.store.set(keys[self.node], mine)
+        self.wait(keys)
+        return [self.store.get(each).decode() for each in keys]
+
     def ranks(self, used: int) -> NodeRanks | None:
         """The ranks of this node if the first `used` nodes train; None if it is not one of them."""
         sizes = [member.workers for member in self.members[:used]]

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -28,6 +28,7 @@ from fivefold.launch.world import NodeRanks, server_environment, worker_environm
 
 PAUSE_SECONDS = 0.05
 GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL, for the others when one has ended
+WRITE_SECONDS = 60.0  # the same, while a worker writes the step that it holds to memory
 REPORT_SECONDS = 2.0  # time for the forking process to report killed workers
 CONSEQUENCE_SECONDS = 0.2  # time to collect other failures: the first to fail may be seen second
 AT_ONCE = 3  # this many Ctrl-C end everything at once
@@ -35,6 +36,7 @@ POLITE = (130, 143)  # exit codes of a worker that was asked to stop, as shells 
 _PIPE_BYTES = 2**20
 PREFIX = "fivefold-"  # name prefix of our temporary folders
 _OWNER = ".owner"
+Awaits = Callable[[Sequence[int]], bool]  # whether one of these ranks, which are ended, still has something to write
 
 
 class Workers:
@@ -49,6 +51,7 @@ class Workers:
         self.signals: list[signal.Signals] = []
         self.body, self.count = body, count
         self.first = 0  # the rank of the first of them
+        self.awaits: Awaits = lambda ranks: False
         self.ids: list[int] = []  # process ids by rank
         self._codes: dict[int, int] = {}
 
@@ -142,12 +145,17 @@ class Workers:
             self._listen(PAUSE_SECONDS)
 
     def end(self, *, at_once: bool = False, grace: float | None = None) -> None:
-        """End the running workers: SIGTERM, then SIGKILL after `grace` seconds, else GRACE_SECONDS. `at_once`: SIGKILL
-        alone, as for stopped processes."""
-        deadline = time.monotonic() + (0 if at_once else GRACE_SECONDS if grace is None else grace)
+        """End the running workers: SIGTERM, then SIGKILL after `grace` seconds, else GRACE_SECONDS, or up to
+        WRITE_SECONDS while `awaits` is true. `at_once`: SIGKILL alone, as for stopped processes."""
+        began = time.monotonic()
+        deadline, last = began + (GRACE_SECONDS if grace is None else grace), began + WRITE_SECONDS
         if not at_once:
             self.send(signal.SIGTERM, self.running)
-        while self.running and time.monotonic() < deadline and not self._is_urgent:
+        while self.running and not (at_once or self._is_urgent):
+            if (now := time.monotonic()) > last or (
+                now > deadline and not self.awaits([self.first + rank for rank in self.running])
+            ):
+                break
             self._listen(PAUSE_SECONDS)
         self.send(signal.SIGKILL, self.running)
         deadline = time.monotonic() + REPORT_SECONDS
@@ -229,11 +237,12 @@ def kept_if_one_dies(what: str) -> Iterator[Path]:
             shutil.rmtree(folder)
 
 
-def scratch_folder(what: str) -> Path:
-    """A temporary folder that only this user may enter. This process has to remove or `keep` it; if it is killed
-    before, the next process removes it."""
-    _sweep(Path(tempfile.gettempdir()))
-    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{what}-"))
+def scratch_folder(what: str, place: Path | None = None) -> Path:
+    """A temporary folder that only this user may enter, in `place` (None: the usual one). This process has to remove or
+    `keep` it; if it is killed before, the next process removes it."""
+    place = place or Path(tempfile.gettempdir())
+    _sweep(place)
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{what}-", dir=place))
     (folder / _OWNER).write_text(json.dumps(_identity(os.getpid())), encoding="utf-8")
     return folder
 

@@ -26,8 +26,9 @@ from fivefold.launch.failure import (
     put_aside,
     room_for_failures,
 )
+from fivefold.launch.kept import ENDING
 from fivefold.launch.memory import Needs, Pressure, address_said, room
-from fivefold.launch.processes import Workers, private_folder
+from fivefold.launch.processes import Awaits, Workers, private_folder
 from fivefold.launch.watch import Watch
 from fivefold.launch.worker import CLOSED, INTERRUPTED, TERMINATED
 from fivefold.launch.world import NodeRanks
@@ -44,7 +45,7 @@ def worker_count(
     Raises `UserError` with the arithmetic if `nproc` or the number of GPUs disagrees.
     """
     fixed = prod(degree for degree in layout.shape if degree != -1)
-    if layout.dp_shard != -1:
+    if not layout.rest:
         workers = layout.world
     elif nproc is not None:
         workers = nproc
@@ -63,10 +64,12 @@ def worker_count(
 @dataclass(frozen=True)
 class OtherNodes:
     """The nodes with which this one trains: its `ranks` among theirs. `news`: `GONE` if one of them is no longer there,
-    `CAME` if another one waits to take part, else ""."""
+    `CAME` if another one waits to take part, else "". `awaits`: whether a worker may still write the step that it holds
+    to memory."""
 
     ranks: NodeRanks
     news: Callable[[], str]
+    awaits: Awaits = lambda ranks: False
 
 
 CAME, GONE = "came", "gone"
@@ -95,6 +98,7 @@ def start_workers(
             put_aside(logs)
         file.write_text(json.dumps(request, indent=1), encoding="utf-8")
     reserved = room_for_failures(logs, workers.count, first=first)
+    workers.awaits = others.awaits if others else lambda ranks: False
     with private_folder() as folder, reserved, workers.started(file, folder, among):
         watch, pressure, news = Watch(folder, workers, patience), Pressure(), ""
         try:
@@ -106,11 +110,14 @@ def start_workers(
                     continue
                 before, news = news, others.news() or news
                 if news == GONE:  # its ranks are waited for in vain
+                    (folder / ENDING).touch()
                     workers.end(grace=LEAVE_SECONDS)
                     break
                 if news != before:
                     workers.send(signal.SIGTERM, workers.running)  # all ranks save and end after the same step
             codes = {first + number: code for number, code in workers.codes.items()}
+            if any(codes.values()):
+                (folder / ENDING).touch()
             frozen = watch.tell(logs)
         finally:
             _show_cursor()  # a killed display leaves none behind

@@ -39,6 +39,7 @@ from fivefold.parallel.tensor.keys import TensorKeys
 # Text name of each degree, in the order of the text form.
 DEGREES = {"dp": "dp_replicate", "shard": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp", "ep": "ep"}
 
+RESTS = ("dp_shard", "dp_replicate")  # degrees of which one may be -1: the devices that the others leave
 MOST_RANKS = 2**20  # of a layout: far above every machine, and few enough to enumerate
 
 # Mesh order, outermost first: tp and cp stay inside a node when they fit. `ep` is folded inside, never a mesh axis.
@@ -70,9 +71,9 @@ class Layout(
 ):
     """Degrees and execution options of a parallel run.
 
-    `dp_shard` may be -1, meaning "the devices the other degrees leave"; `resolve(world)` fills it in. FSDP shards
-    over `dp_shard * cp`; `ep` takes ranks from `dp_shard, cp, tp` (with `expert_tp` from `dp_shard, cp`) and never
-    multiplies the world.
+    `dp_shard`, or `dp_replicate`, may be -1: "the devices the other degrees leave"; `resolve(world)` fills it in.
+    FSDP shards over `dp_shard * cp`; `ep` takes ranks from `dp_shard, cp, tp` (with `expert_tp` from `dp_shard, cp`)
+    and never multiplies the world.
 
     Raises `UserError` on construction when a value is out of its range.
     """
@@ -93,9 +94,11 @@ class Layout(
     def __post_init__(self) -> None:
         for name in DEGREES.values():
             degree, most = getattr(self, name), KEYS[name].most or MOST_RANKS
-            if not 1 <= degree <= most and not (name == "dp_shard" and degree == -1):
-                rest = ", or -1 for the rest" if name == "dp_shard" else ""
+            if not 1 <= degree <= most and not (name in RESTS and degree == -1):
+                rest = ", or -1 for the rest" if name in RESTS else ""
                 raise UserError(f"{name} {degree} is not a degree", fix=f"{name} is 1 to {most:,}{rest}")
+        if self.dp_shard == self.dp_replicate == -1:
+            raise UserError("dp_shard and dp_replicate are both -1", fix="write a number for one: layout.dp_shard: 1")
         if prod(map(abs, self.shape)) > MOST_RANKS:
             raise UserError(f"{self.product} is more than {MOST_RANKS:,} ranks", fix="write smaller degrees")
         for name, choices in _CHOICES.items():
@@ -121,7 +124,7 @@ class Layout(
         return chain.from_iterable(self._of_parts("violations"))
 
     def rank_violations(self) -> Iterator[Violation]:
-        """Rules on the ranks, once `dp_shard` is known."""
+        """Rules on the ranks, once all degrees are known."""
         return chain.from_iterable(self._of_parts("rank_violations"))
 
     def step_violations(self, micro_batches: int) -> Iterator[Violation]:
@@ -168,10 +171,15 @@ class Layout(
         return [_option_text(name, value) for name, value in values if value != _DEFAULTS[name]]
 
     @property
+    def rest(self) -> str:
+        """The degree of -1, `dp_shard` or `dp_replicate`; "" if there is none."""
+        return next((name for name in RESTS if getattr(self, name) == -1), "")
+
+    @property
     def world(self) -> int:
-        """Number of devices. Raises `UserError` while `dp_shard` is -1."""
-        if self.dp_shard == -1:
-            raise UserError("dp_shard is -1, so the world is not known yet", fix="call resolve(world) first")
+        """Number of devices. Raises `UserError` while a degree is -1."""
+        if self.rest:
+            raise UserError(f"{self.rest} is -1, so the world is not known yet", fix="call resolve(world) first")
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
@@ -220,13 +228,14 @@ class Layout(
         return -(-tokens // self.row_multiple) * self.row_multiple
 
     def resolve(self, world: int) -> "Layout":
-        """The same layout with `dp_shard: -1` replaced, for `world` devices.
+        """The same layout with the degree of -1 replaced, for `world` devices.
 
         Raises `UserError` showing the arithmetic when the product is not `world`, or `ep` does not divide its ranks.
         """
-        fixed = prod(size for axis, size in self.degrees.items() if axis != "dp_shard")
-        if self.dp_shard == -1 and world % fixed == 0:
-            return replace(self, dp_shard=world // fixed).resolve(world)
+        fixed = prod(size for axis, size in self.degrees.items() if axis != self.rest)
+        if self.rest and world % fixed == 0:
+            filled: dict[str, Any] = {self.rest: world // fixed}
+            return replace(self, **filled).resolve(world)
         refuse(self.against_world(world))
         return self
 
@@ -241,29 +250,30 @@ class Layout(
     def against_world(self, world: int, place: str | None = None) -> Iterator[Violation]:
         """Violations unless the degrees multiply to `world`, and `ep` divides its ranks. `place`: the cluster, if no
         workers are started."""
-        fixed = prod(degree for axis, degree in self.degrees.items() if axis != "dp_shard")
+        free = self.rest or "dp_shard"
+        fixed = prod(degree for axis, degree in self.degrees.items() if axis != free)
         fits = (world // fixed,) if world % fixed == 0 else ()
-        if self.dp_shard == -1 and fits:
+        if self.rest and fits:
             return
-        if self.dp_shard != -1 and self.world == world:
+        if not self.rest and self.world == world:
             yield from self.rank_violations()
             return
-        product = f"{self.product or 'single'}{'' if self.dp_shard == -1 else f' = {self.world}'}"
+        product = f"{self.product or 'single'}{'' if self.rest else f' = {self.world}'}"
         nearest = (
-            f"dp_shard {fits[0]} fits" if fits else f"{fixed} does not divide {world}{self._nearest_degree(world)}"
+            f"{free} {fits[0]} fits" if fits else f"{fixed} does not divide {world}{self._nearest_degree(world, free)}"
         )
         has = f"{place} has {many(world, 'device')}" if place else f"{many(world, 'worker')} started"
         change = "the cluster" if place else "the number of workers: --nproc"
-        fix = f"change the layout, or {change}; dp_shard -1 takes those that are left"
+        fix = f"change the layout, or {change}; {free} -1 takes those that are left"
         if self.ep > 1 and not self.degrees:
             ep = max(divisor for divisor in range(1, self.ep + 1) if world % divisor == 0)
             fits_too = f"shard{world}{f'.ep{ep}' * (ep > 1)}"
             fix = f"ep deals experts to the ranks of dp_shard and cp, and adds none: {fits_too}"
-        yield Violation("dp_shard", f"{product}, but {has}; {nearest}", fix, fits)
+        yield Violation(free, f"{product}, but {has}; {nearest}", fix, fits)
 
-    def _nearest_degree(self, world: int) -> str:
-        """The nearest values of the one degree besides `dp_shard` that divide `world`, in words; "" for several."""
-        others = [(axis, degree) for axis, degree in self.degrees.items() if axis != "dp_shard"]
+    def _nearest_degree(self, world: int, free: str) -> str:
+        """The nearest values of the one degree besides `free` that divide `world`, in words; "" for several."""
+        others = [(axis, degree) for axis, degree in self.degrees.items() if axis != free]
         if len(others) != 1:
             return ""
         (axis, degree), divisors = others[0], [divisor for divisor in range(1, world + 1) if world % divisor == 0]

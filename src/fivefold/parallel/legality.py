@@ -16,12 +16,12 @@ def violations(
     """List all that keeps `layout` from running a model, the most basic first; empty if it can run.
 
     `world`: devices. `batch`: rows of an optimizer step, over all devices. `micro_batches`: of a data rank in a step,
-    if `batch` is not known. A `dp_shard` of -1 counts as not known yet.
+    if `batch` is not known. A degree of -1 counts as not known yet.
     """
     found = [*layout.violations()]
     if world is not None:
         found += layout.against_world(world)
-    if batch is not None and layout.dp_shard != -1:
+    if batch is not None and not layout.rest:
         uneven = list(layout.against_batch(batch))
         found += uneven
         micro_batches = None if uneven else batch // (layout.micro_batch_size * layout.data_ranks)

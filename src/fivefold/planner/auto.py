@@ -11,7 +11,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.adapters.facts import adapted
-from fivefold.parallel.layout import KEYS
+from fivefold.parallel.layout import KEYS, RESTS
 from fivefold.parallel.recompute.policy import budget_bytes
 from fivefold.planner.answers import answer
 from fivefold.planner.engines import ENGINES
@@ -60,7 +60,7 @@ def workload_of(config: RunConfig) -> Workload:
 
 def _given(config: RunConfig) -> dict[str, Any]:
     """Layout fields that the run file sets. Raises `UserError` for a field that only goes with a complete layout."""
-    given = {name: value for name, value in config.given.items() if (name, value) != ("dp_shard", -1)}
+    given = {name: value for name, value in config.given.items() if name not in RESTS or value != -1}
     for name, value in given.items():
         key = KEYS[name]
         is_budget = name == "recompute" and budget_bytes(value) is not None

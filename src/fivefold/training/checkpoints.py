@@ -1,6 +1,7 @@
 """The checkpoints of a run: which one it resumes from, what is saved with the tensors, how failures are reported."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,20 +12,28 @@ import torch
 
 from fivefold import checkpoint
 from fivefold.checkpoint.base import weights_beside
+from fivefold.checkpoint.kept import complete, is_replicated, keep, row_of
 from fivefold.checkpoint.save import Write
 from fivefold.config import RunConfig
 from fivefold.core.best import STATE, Best
 from fivefold.core.errors import UserError
+from fivefold.core.kept_steps import MemoryOfNode
 from fivefold.data.prepare import PreparedData
 from fivefold.launch import rounds
+from fivefold.launch.kept import free_bytes
+from fivefold.parallel import plain
+from fivefold.parallel.state import state_of
 from fivefold.training.run_log import RunLog
+
+IN_MEMORY = "memory"  # where a step is that no disk has
 
 
 @dataclass(frozen=True)
 class Resumed:
     """The point a run resumes from: steps done, and the counters in `state`. `where`: the checkpoint; None: a new run.
 
-    `warmup_steps`: that of the schedule so far. `damages`: one message per newer checkpoint skipped as damaged.
+    `warmup_steps`: that of the schedule so far. `damages`: one message per newer checkpoint skipped as damaged. `row`:
+    metrics of the step, if no disk had it.
     """
 
     step: int = 0
@@ -32,6 +41,7 @@ class Resumed:
     where: str | None = None
     damages: tuple[str, ...] = ()
     warmup_steps: int | None = None
+    row: Mapping[str, Any] | None = None
 
 
 class CheckpointManager:
@@ -40,9 +50,10 @@ class CheckpointManager:
 
     def __init__(
         self, config: RunConfig, model: Any, optimizer: torch.optim.Optimizer, data: PreparedData, log: RunLog, *,
-        write: Write | None = None,
+        write: Write | None = None, memory: MemoryOfNode | None = None,
     ) -> None:  # fmt: skip
-        """`write`: see `Saver`."""
+        """`write`: see `Saver`. `memory`: of this node, where steps are kept when other nodes go."""
+        self.memory = memory or MemoryOfNode()
         self._model, self._optimizer, self._data, self._log = model, optimizer, data, log
         self._directory, options = config.run_dir / "checkpoints", config.checkpoint
         self._remote = checkpoint.Remote(f"{options.remote.rstrip('/')}/{config.run.name}") if options.remote else None
@@ -57,18 +68,22 @@ class CheckpointManager:
         self._weights = weights_beside(config)
         self._stops_on_failure = options.on_failure == "stop"
         self._under_way = 0  # the step of the pending save
+        self._parameters = list(model.named_parameters())  # in a step, others stand in their places
         self.failed: UserError | None = None
 
     def resume(self, config: RunConfig) -> Resumed:
         """Load the newest valid checkpoint that agrees with this run. Raises `UserError`."""
-        passed: dict[str, str] = {}
+        passed = self._fetched()
         while True:
             # Only one rank searches, since folders can differ between machines. It may download, which takes long.
             where, folder, passed = checkpoint.on_first_rank(
                 partial(self._where_to_go_on, config, passed), self._saver.group
             )
             if folder is None:
+                self._forget()
                 return Resumed()
+            if where == IN_MEMORY:
+                folder = str(self.memory.step)
             opened = checkpoint.Checkpoint.described(Path(folder))
             try:
                 checkpoint.restore(self._model, self._optimizer, opened)
@@ -76,22 +91,67 @@ class CheckpointManager:
                 passed[where] = damage.what
                 continue
             warmup_steps = opened.agreement.get(checkpoint.WARMUP)
+            row = row_of(Path(folder), self.memory.kept) if where == IN_MEMORY else None
+            self._forget()
             self._log.folder.saved = opened.step if Path(folder).parent == self._directory else 0
-            return Resumed(opened.step, opened.state, where, tuple(passed.values()), warmup_steps)
+            return Resumed(opened.step, opened.state, where, _told(passed), warmup_steps, row)
+
+    def _fetched(self) -> dict[str, str]:
+        """Complete the step that the nodes keep in memory on each of them. Returns why it is passed over, if it is."""
+        memory = self.memory
+        if not memory.kept.step:
+            return {IN_MEMORY: ""}
+        room: int | None = None
+        if memory.acts:
+            memory.take()
+            room = free_bytes(Path(memory.folder)) if memory.folder else 0
+        names = state_of(self._model).placement.stored_shapes
+        why = complete(memory.step, memory.kept, names, node=memory.node, room=room, group=self._saver.group)
+        return {IN_MEMORY: why} if why else {}
+
+    def _forget(self) -> None:
+        """Remove the step kept in memory, once all ranks have loaded it or another one."""
+        if not self.memory.kept.step:
+            return
+        plain.everywhere(None, self._saver.group)
+        if self.memory.acts and self.memory.folder:
+            shutil.rmtree(self.memory.step, ignore_errors=True)
+
+    # ---- when other nodes go -----------------------------------------------------------------------------------------
+
+    @property
+    def can_keep(self) -> bool:
+        """True if a step that this rank holds may survive it."""
+        return bool(self.memory.folder) and is_replicated(self._model)
+
+    def keep(
+        self, config: RunConfig, step: int, state: Mapping[str, Any], best: Best, *, ranks: int,
+        row: Mapping[str, Any] | None, after: "torch.cuda.Event | None",
+    ) -> None:  # fmt: skip
+        """Write what this rank holds after `step` steps to the memory of its node; no other rank need be there.
+        `ranks`: of this node, which may do so at the same time. `row`, `after`: see `checkpoint.kept.keep`."""
+        keep(
+            self._model, self._optimizer, self._parameters, self._about(config, step, state, best), self.memory.here,
+            room=free_bytes(Path(self.memory.folder)) // ranks, row=row, after=after,
+        )  # fmt: skip
+
+    # ---- saves -------------------------------------------------------------------------------------------------------
 
     def save(self, config: RunConfig, step: int, state: Mapping[str, Any], best: Best) -> None:
         """Save after `step` steps, or start an asynchronous save. Waits for an earlier save first. `best`: the best
         validations so far; it becomes part of `state`."""
         self.report(step, wait=True)
         self._log.folder.look(self._log.display.note)
+        self._saver.save(self._model, self._optimizer, self._about(config, step, state, best))
+        self._under_way = step
+
+    def _about(self, config: RunConfig, step: int, state: Mapping[str, Any], best: Best) -> checkpoint.Metadata:
         tokenizer, is_own = self._data.tokenizer, config.tokenizer.name_or_path == "auto"
-        about = checkpoint.Metadata(
+        return checkpoint.Metadata(
             step=step, state={**state, STATE: best.to_json()}, agreement=self._agreement(config), config=config,
             tokenizer_dir=tokenizer.folder if is_own else tokenizer.saved,
             best=best.steps, keep_best=config.checkpoint.keep_best,
         )  # fmt: skip
-        self._saver.save(self._model, self._optimizer, about)
-        self._under_way = step
 
     def try_memory(self, more: int) -> None:
         """Allocate the memory that a save copies weights and state to. `more`: bytes of state not yet allocated."""
@@ -127,6 +187,11 @@ class CheckpointManager:
     def _where_to_go_on(self, config: RunConfig, passed: dict[str, str]) -> tuple[str, str | None, dict[str, str]]:
         """The newest checkpoint not in `passed`, checked against this run's configuration; None: start at step 0."""
         there = checkpoint.candidates(self._directory, self._remote)
+        if IN_MEMORY not in passed and config.checkpoint.resume == "auto":
+            kept = checkpoint.Checkpoint.described(self.memory.step)
+            if not there or kept.step > there[0].step:
+                checkpoint.check_agreement(kept.agreement, self._agreement(config), where=IN_MEMORY)
+                return IN_MEMORY, str(self.memory.step), passed
         for candidate in there if config.checkpoint.resume == "auto" else ():
             if candidate.where in passed:
                 continue
@@ -137,9 +202,9 @@ class CheckpointManager:
                 return candidate.where, str(candidate.folder()), passed
             except checkpoint.CorruptCheckpoint as damage:
                 passed[candidate.where] = damage.what
-        if passed:
+        if of_disk := [why for where, why in passed.items() if where != IN_MEMORY]:
             raise checkpoint.CorruptCheckpoint(
-                f"none of the checkpoints in {self._directory} is what was saved: {next(iter(passed.values()))}",
+                f"none of the checkpoints in {self._directory} is what was saved: {of_disk[0]}",
                 fix="put back a copy of one, or take another run.name to start at step 0",
             )
         if there:
@@ -154,3 +219,8 @@ class CheckpointManager:
         model_config = json.loads(self._model.config.to_json_string())
         bos = bool(self._data.tokenizer.bos_token_ids)
         return checkpoint.agreement(config, self._data.fingerprint, model_config, bos=bos, weights=self._weights)
+
+
+def _told(passed: Mapping[str, str]) -> tuple[str, ...]:
+    """Why checkpoints were passed over, in words."""
+    return tuple(why for why in passed.values() if why)

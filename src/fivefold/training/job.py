@@ -23,6 +23,7 @@ from fivefold.training import checks, flops, reference
 from fivefold.training.checkpoints import CheckpointManager
 from fivefold.training.distillation import Teacher
 from fivefold.training.environment import Environment
+from fivefold.training.keeping import LastStep
 from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.run_log import RunLog
 from fivefold.training.samples import Samples
@@ -59,6 +60,7 @@ class Job:
     pace: checks.Pace = field(default_factory=checks.Pace)
     began: float = field(default_factory=time.monotonic)  # this start
     stop: StopRequest = field(default_factory=StopRequest)
+    last: LastStep = field(default_factory=LastStep)
     prefetch: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def batch(self, step: int) -> list[MicroBatch]:

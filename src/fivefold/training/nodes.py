@@ -12,22 +12,26 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fivefold.config import RunConfig
 from fivefold.core import history
 from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.kept_steps import kept_in, newest_kept
 from fivefold.core.terminal import say
 from fivefold.core.units import many
 from fivefold.data.prepare import PreparedData
 from fivefold.launch.events import Listener, following
 from fivefold.launch.failure import Suspected, WorkerDied, failures
 from fivefold.launch.folder import held, last_logged_step, last_saved_step, open_folder
+from fivefold.launch.kept import Memory
 from fivefold.launch.model import check_model
 from fivefold.launch.nodes import Ended, Meeting, Member, Round, changed
 from fivefold.launch.processes import Workers, private_folder
-from fivefold.launch.rounds import clear_logs, logs_of
+from fivefold.launch.rounds import clear_logs, last_round, logs_of
 from fivefold.launch.workers import GONE, NodesChanged, OtherNodes, start_workers
 from fivefold.launch.world import device_kind
 from fivefold.parallel.layout import Layout
@@ -45,10 +49,10 @@ class LeftOut(RunFailed):
 def check(config: RunConfig) -> None:
     """Raise `UserError` if the run cannot go on with another number of nodes."""
     least, most = config.train.node_range or (1, 1)
-    if least < most and not config.is_automatic and config.written_layout.dp_shard != -1:
+    if least < most and not config.is_automatic and not config.written_layout.rest:
         raise UserError(
             f"train.nodes is {config.train.nodes}, and the layout {config.written_layout} is for one number of nodes",
-            fix="set layout.dp_shard: -1, or layout: auto",
+            fix="set layout.dp_shard: -1 or layout.dp_replicate: -1, or layout: auto",
             more="docs/howto/elastic.md",
         )
 
@@ -71,8 +75,9 @@ def train(
         closing(Meeting(config.run_dir, least, most, timeout=config.launch.timeout, about=about)) as meeting,
         private_folder() as own,
         following(listener, own) as told,
+        Memory() as memory,
     ):
-        node = _Node(config, crew, meeting, least, settle, prove, told)
+        node = _Node(config, crew, meeting, least, settle, prove, told, memory)
         try:
             node.train()
         except Ended:
@@ -88,10 +93,10 @@ class _Node:
 
     def __init__(
         self, config: RunConfig, crew: Workers, meeting: Meeting, least: int, settle: Settle,
-        prove: Callable[[RunConfig, Layout], object] | None, told: Mapping[str, str],
+        prove: Callable[[RunConfig, Layout], object] | None, told: Mapping[str, str], memory: Memory,
     ) -> None:  # fmt: skip
         self._config, self._crew, self._meeting, self._least = config, crew, meeting, least
-        self._settle, self._prove, self._told = settle, prove, told
+        self._settle, self._prove, self._told, self._memory = settle, prove, told, memory
         self._before: Round | None = None
         self._restarts, self._saved = 0, -1
 
@@ -102,8 +107,7 @@ class _Node:
             current = None
             try:
                 current = self._meeting.join(self._crew.count)
-                self._tell(current, death)
-                self._train_in(current)
+                self._train_in(current, death)
                 self._meeting.end(current)
                 return
             except NodesChanged:
@@ -127,6 +131,7 @@ class _Node:
                 times = f" {many(self._restarts, 'time')} without a new checkpoint" * (self._restarts > 1)
                 self._leave(current, f"left out: {error.what},{times} and on this node alone", error)
         elif isinstance(error, Suspected) and self._config.train.leave_out:
+            self._memory.forget()  # it is of after the fault
             named = {current.node_of(rank) for rank in error.ranks}
             if self._suffices_without(current, len(named)):
                 if current.node in named:
@@ -155,8 +160,11 @@ class _Node:
         )
         raise left from error
 
-    def _train_in(self, current: Round) -> None:
-        chosen = json.loads(current.agreed(self._choice))
+    def _train_in(self, current: Round, death: WorkerDied | None) -> None:
+        kept = current.told_by_all("kept", kept_in(self._memory.folder))
+        chosen = json.loads(current.agreed(partial(self._choice, kept=kept)))
+        self._memory.forget(but=chosen["before"] if chosen["kept"]["step"] else 0)
+        self._tell(current, death, chosen["kept"])
         ranks = current.ranks(chosen["nodes"])
         if ranks is None:
             say(f"node {current.node + 1} of {len(current.members)} waits: {chosen['why']}")
@@ -172,9 +180,14 @@ class _Node:
         place = f"rank {ranks.first}" if last == ranks.first else f"ranks {ranks.first} to {last}"
         told = "" if ranks.node == 0 else f"; {current.members[0].host} shows the run"
         say(f"node {ranks.node + 1} of {ranks.nodes}: {place} of {ranks.size}{told}")
-        request = {"config": config.to_yaml(), "device": device_kind(config.train.device), "may_be_unseen": True}
-        logs, patience = logs_of(config.run_dir, current.number), config.train.collective_timeout
-        others = OtherNodes(ranks, lambda: self._news(logs))
+        folder, number = str(self._memory.folder or ""), current.number
+        memory = {"folder": folder, "node": current.node, "before": chosen["before"], "kept": chosen["kept"]}
+        request = {
+            "config": config.to_yaml(), "device": device_kind(config.train.device), "may_be_unseen": True,
+            "memory": memory,
+        }  # fmt: skip
+        logs, patience = logs_of(config.run_dir, number), config.train.collective_timeout
+        others = OtherNodes(ranks, lambda: self._news(logs), partial(self._memory.is_awaited, number))
         start_workers(self._crew, {**request, **self._told}, logs=logs, patience=patience, others=others)
 
     def _news(self, logs: Path) -> str:
@@ -184,9 +197,11 @@ class _Node:
             return GONE if failures(logs) else ""
         return self._meeting.news()
 
-    def _choice(self, members: Sequence[Member]) -> str:
-        """As the first node, choose the layout: for all nodes, or for the most with which it is legal."""
+    def _choice(self, members: Sequence[Member], kept: Sequence[str] = ()) -> str:
+        """As the first node, choose the layout: for all nodes, or for the most with which it is legal; and of the steps
+        that nodes have `kept` in memory the newest whole one, if no disk has it."""
         clear_logs(self._config.run_dir)
+        before, saved = last_round(self._config.run_dir), last_saved_step(self._config)
         why: UserError | None = None
         for used in range(len(members), self._least - 1, -1):
             size = sum(member.workers for member in members[:used])
@@ -197,19 +212,24 @@ class _Node:
                 why = why or error
                 continue
             layout = str(config.layout) if self._config.is_automatic else ""
-            return json.dumps({"nodes": used, "layout": layout, "why": why.what if why else ""})
+            step = newest_kept(kept[:used], round=before, newer_than=saved)
+            said = {"nodes": used, "layout": layout, "why": why.what if why else ""}
+            return json.dumps({**said, "before": before, "kept": asdict(step)})
         assert why is not None
         raise why
 
-    def _tell(self, current: Round, death: WorkerDied | None) -> None:
-        """Say how this round differs from the one before, here and, by one node that was in both, in the history."""
+    def _tell(self, current: Round, death: WorkerDied | None, kept: Mapping[str, Any]) -> None:
+        """Say how this round differs from the one before, here and, by one node that was in both, in the history.
+        `kept`: the step that it goes on from in memory, or why from none."""
         before, self._before = self._before, current
         if not before:
             return
         if current.missed:
             say("the other nodes had gone on without this one; it takes part again")
         saved = last_saved_step(self._config)
-        origin = f"goes on from step {saved}" if saved else "starts again"
+        origin = f"goes on from the checkpoint of step {saved}" if saved else "starts again"
+        if kept["step"] or kept["why"]:
+            origin = f"goes on from step {kept['step']} in memory" if kept["step"] else f"{origin}, as {kept['why']}"
         difference = changed(before.members, current.members, before.left())
         what = difference or (f"{death.what}; restart {self._restarts}" if death else "")
         if not what:

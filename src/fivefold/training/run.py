@@ -23,6 +23,7 @@ from fivefold.core import history
 from fivefold.core.best import Best
 from fivefold.core.errors import RunFailed
 from fivefold.core.interrupts import Stopped
+from fivefold.core.kept_steps import MemoryOfNode
 from fivefold.core.text import listed
 from fivefold.core.violation import refuse
 from fivefold.data.batch import MicroBatch
@@ -46,6 +47,7 @@ from fivefold.training.distillation import teacher_of
 from fivefold.training.environment import Environment
 from fivefold.training.inputs import check_loss
 from fivefold.training.job import Job
+from fivefold.training.keeping import LastStep, Row
 from fivefold.training.model import balance_options, build_model, compile_pays
 from fivefold.training.named_loss import own_loss
 from fivefold.training.optimizers import build_optimizer, rule_for
@@ -63,11 +65,13 @@ MAX_SKIPPED = 3  # steps in a row without a finite loss and gradient before the 
 
 def on_worker(request: Mapping[str, Any], world: World) -> None:
     """The body of a training worker, whether fivefold started the process or something else did."""
-    train(parse_config(request["config"]), world, events=events_of(request, is_first=world.is_first))
+    memory = MemoryOfNode.of_request(request.get("memory"), round=world.round, acts=world.local_rank == 0)
+    train(parse_config(request["config"]), world, events=events_of(request, is_first=world.is_first), memory=memory)
 
 
-def train(config: RunConfig, world: World, *, events: Events | None = None) -> None:
-    """Train as `config` says on this rank of `world`, which has been joined. `events` receives what happens.
+def train(config: RunConfig, world: World, *, events: Events | None = None, memory: MemoryOfNode | None = None) -> None:
+    """Train as `config` says on this rank of `world`, which has been joined. `events` receives what happens. `memory`:
+    where the last step is kept if other nodes go.
 
     Raises `UserError` for a request that cannot be met, `RunFailed` if the run diverges, and `Stopped` if a signal
     ended it early, after a save.
@@ -83,12 +87,13 @@ def train(config: RunConfig, world: World, *, events: Events | None = None) -> N
         if world.local_rank == 0:
             stack.enter_context(data.train.filling())
         with advised(config, world, data):
-            job = Trainer.build(config, world, data, log, stack)
+            job = Trainer.build(config, world, data, log, stack, of_node=memory)
         # These objects live as long as the training. Python's collector would scan all 400,000 of them again and again:
         # 0.2 s on one rank, for which the others wait.
         gc.freeze()
         stack.callback(gc.unfreeze)
-        with job.stop.listening(), advised(config, world, data, job):
+        flag = job.keeper.memory.here / f"ready-{world.rank}"
+        with job.stop.listening(), advised(config, world, data, job), job.last.kept_if_others_go(world.folder, flag):
             job.run()
 
 
@@ -100,9 +105,10 @@ class Trainer(Job):
     @classmethod
     def build(
         cls, config: RunConfig, world: World, data: PreparedData, log: RunLog, stack: ExitStack,
-        environment: Environment | None = None,
+        environment: Environment | None = None, of_node: MemoryOfNode | None = None,
     ) -> "Trainer":  # fmt: skip
-        """Build everything that the first step needs; `stack` closes it. `environment`: None is that of a real run."""
+        """Build everything that the first step needs; `stack` closes it. `environment`: None is that of a real run.
+        `of_node`: the memory of this node, see `train`."""
         environment = environment or Environment()
         preflight.check_ranks_agree(config, data)
         check_best(config, has_validation=data.validation is not None)
@@ -137,7 +143,7 @@ class Trainer(Job):
         state.outer.begin(model, **config.outer.model_dump(exclude={"every"}))
         stack.callback(log.folder.release)
         checkpoint.on_first_rank(log.folder.take)
-        keeper = CheckpointManager(config, model, optimizer, data, log, write=environment.write)
+        keeper = CheckpointManager(config, model, optimizer, data, log, write=environment.write, memory=of_node)
         job = cls(
             config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, samples, goals, teacher,
             loss, attention, environment,
@@ -162,7 +168,14 @@ class Trainer(Job):
         )
         stack.push(lambda _, error, __: job.log.close(job.step, error))
         stack.callback(job.prefetch.shutdown, wait=True)
+        if job.keeper.can_keep:
+            job.last = LastStep(job._keep, device=world.device)
         return job
+
+    def _keep(self, row: Row, after: "torch.cuda.Event | None") -> None:
+        """Keep the last whole step in the memory of this node."""
+        ranks = self.world.local_size
+        self.keeper.keep(self.config, self.step, self._counted, self.best, ranks=ranks, row=row, after=after)
 
     def _try_memory(self, data: PreparedData) -> str:
         """Run the trial before the first step and return its memory line for the header."""
@@ -187,7 +200,7 @@ class Trainer(Job):
         lines += [(label, text) for label, text in more if text]
         self.log.open(
             stack, self.config, lines, about, step=self.step, total_steps=self.total_steps,
-            total_tokens=schedule.total_tokens(self.config, self.data, self.total_steps),
+            total_tokens=schedule.total_tokens(self.config, self.data, self.total_steps), row=resumed.row,
         )  # fmt: skip
 
     def _about_this_start(self, resumed: Resumed) -> dict[str, Any]:
@@ -233,6 +246,7 @@ class Trainer(Job):
                 result = train_step(
                     self.model, self.optimizer, batch, learning_rate=rate, max_grad_norm=options.max_grad_norm,
                     stop=self._is_to_stop, spec=self.goals.train, loss=self.loss, read=self.environment.read,
+                    before_update=self.last.changes,
                 )  # fmt: skip
             self.step += 1
             if self._is_met:
@@ -241,7 +255,6 @@ class Trainer(Job):
             self.tokens_seen += result.tokens
             self._count_skipped(result)
             self._report_uncompiled()
-            self.keeper.report(self.step)
             row = metrics.row(self, result, rate, seconds=seconds, waited=waited)
             if self._due(self.config.eval.every) and self.data.validation:
                 self.last_eval, more = self._evaluate(self.data.validation)
@@ -249,6 +262,8 @@ class Trainer(Job):
             is_best = self._due(self.config.eval.every) and self._compare(row)
             if "eval/loss" in row and self.last_eval is not None:
                 self.log.display.evaluated(self.step, self.last_eval, self.best)
+            self.last.stands(row if self._is_written(row) else None)
+            self.keeper.report(self.step)
             self._write(row)
             self.log.events.tell("step", row)
             if "eval/loss" in row:
@@ -441,8 +456,11 @@ class Trainer(Job):
 
     # ---- what is written ---------------------------------------------------------------------------------------------
 
+    def _is_written(self, row: dict[str, Any]) -> bool:
+        return self._due(self.config.log.every) or any(name.startswith("eval/") for name in row)
+
     def _write(self, row: dict[str, Any]) -> None:
-        if not self._due(self.config.log.every) and not any(name.startswith("eval/") for name in row):
+        if not self._is_written(row):
             return
         row |= self.memory.over_ranks()
         self.log.row(row)

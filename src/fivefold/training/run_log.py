@@ -45,10 +45,11 @@ class RunLog:
 
     def open(
         self, stack: ExitStack, config: RunConfig, lines: list[Line], about: Mapping[str, Any], *,
-        step: int, total_steps: int, total_tokens: float | None = None,
+        step: int, total_steps: int, total_tokens: float | None = None, row: Row | None = None,
     ) -> None:  # fmt: skip
         """Show `lines` and begin to write, after `step` steps; `stack` closes all of it. `about`: the history's record
-        of this start. `total_tokens`: those of all steps, about."""
+        of this start. `total_tokens`: those of all steps, about. `row`: of the step resumed from, if an earlier start
+        may have had no time to write it."""
         room = self.folder.room
         replace(config.run_dir / "run.yaml", config.to_yaml().encode(), room=room)
         self.display = stack.enter_context(open_display(total_steps=total_steps, total_tokens=total_tokens, start=step))
@@ -67,6 +68,8 @@ class RunLog:
             self._history = history.Log(config.run_dir, say, room=room)
             self._history.write("start", step, **about, header=lines)
         self.folder.remember("run.yaml", record.NAME)
+        if row and rows.last.get("step", 0) < step:
+            self.row(row)
 
     def close(self, step: int, error: BaseException | None) -> None:
         """Record in the history how this start ended after `step` steps."""

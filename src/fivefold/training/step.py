@@ -58,6 +58,7 @@ def train_step(
     spec: ObjectiveSpec | None = None,
     loss: TokenLoss | None = None,
     read: Callable[[Tensor], list[float]] = Tensor.tolist,
+    before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Train on this rank's micro batches of one global batch. `stop`: this rank was asked to stop; all ranks learn it.
 
@@ -65,6 +66,7 @@ def train_step(
     weights, the number of pairs); every reduction is a plain sum.
     `loss`: one of the user's own, in place of cross entropy. `learning_rate` is set in every parameter group;
     None: each keeps its own. `read`: copies the summed loss and squared norm to the host.
+    `before_update`: called before anything changes that a checkpoint holds.
     """
     state = state_of(model)
     if loss:
@@ -74,6 +76,7 @@ def train_step(
     norms = [_root(square) for square in squares]
     norm = _root(sum(squares) / len(squares))
     skipped = not (isfinite(summed) and isfinite(norm))
+    before_update()
     if not skipped:
         clip_(model, norms[_own_copy(state)], max_grad_norm)
         for group in optimizer.param_groups if learning_rate is not None else ():

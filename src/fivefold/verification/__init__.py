@@ -94,8 +94,8 @@ def resolve(path: Path | None, overrides: Sequence[str], texts: Sequence[str], p
             layout = replace(layout, precision=precision)
         if layout.matmul_words:  # scales span a micro batch, but the reference computes row by row
             layout = replace(layout, micro_batch_size=1)
-        if layout.dp_shard == -1:
-            raise UserError(f"layout {text}: how many ranks is shard-1?", fix="write a number: shard2", more=MORE)
+        if layout.rest:
+            raise UserError(f"layout {text}: how many ranks is -1?", fix="write a number: shard2", more=MORE)
         if layout in found.values():
             raise UserError(f"layout {text} is named twice", fix="name each layout once", more=MORE)
         found[text] = layout

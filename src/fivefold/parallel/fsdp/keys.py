@@ -10,7 +10,7 @@ class FsdpKeys(LayoutPart):
     """Replicas, shards, and what of a parameter's state is sharded."""
 
     dp_replicate: int = key(
-        1, "layout.dp_replicate", "full copies of the shards, all-reduced once a step; devices",
+        1, "layout.dp_replicate", "full copies of the shards, all-reduced once a step; devices, -1 = the rest",
         peers="data_parallel_replicate_degree dp_replicate_degree",
     )  # fmt: skip
     dp_shard: int = key(

@@ -31,9 +31,11 @@ class OuterKeys(OffloadKeys, FsdpKeys):
         """Outer steps need replicas, whose parameters and optimizer state stay on the device."""
         if not self.outer_every:
             return
-        if self.dp_replicate == 1:
-            what = f"outer.every {self.outer_every}: replicas meet in outer steps, and dp_replicate is 1"
-            yield Violation("dp_replicate", what, "set layout.dp_replicate, or leave outer.every out", more=MORE)
+        if self.dp_replicate in (1, -1):
+            what = (
+                f"outer.every {self.outer_every}: replicas meet in outer steps, and dp_replicate is {self.dp_replicate}"
+            )
+            yield Violation("dp_replicate", what, "set layout.dp_replicate: 2, or leave outer.every out", more=MORE)
         if self.rests_in_host:
             what = f"outer.every {self.outer_every} with {' and '.join(sorted(self.rests_in_host))} in host memory"
             yield Violation("outer_every", what, "keep them on the device, or leave outer.every out", more=MORE)
