@@ -71,7 +71,8 @@ def _groups(world: World) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup |
 
     def own(of: list[int], mine: int) -> dist.ProcessGroup:
         alike = {each: [rank for rank, its in enumerate(of) if its == each] for each in of}
-        return {each: dist.new_group(ranks) for each, ranks in alike.items()}[mine]  # all ranks make all groups
+        made: dist.ProcessGroup = {each: dist.new_group(ranks) for each, ranks in alike.items()}[mine]
+        return made  # all ranks make all groups
 
     return own(firsts, world.rank - world.local_rank), own(places, world.local_rank)
 
@@ -190,8 +191,17 @@ def _collectives(
     for size in messages:
         for kind, whole, issue in issues(timer.device, size, group.size(), group, far):
             dist.barrier()
-            work = (lambda issue=issue: (time.sleep(behind), issue())) if behind else issue
-            yield kind, whole, timer.seconds(work, together=True) - late
+            yield kind, whole, timer.seconds(_after(behind, issue), together=True) - late
+
+
+def _after(seconds: float, issue: Callable[[], object]) -> Callable[[], object]:
+    """`issue` so many seconds later."""
+
+    def later() -> None:
+        time.sleep(seconds)
+        issue()
+
+    return later if seconds else issue
 
 
 def issues(
