@@ -19,7 +19,8 @@ from tests.training.bodies import run_dir, run_file
 pytestmark = pytest.mark.campaign
 
 
-def test_the_commands_of_two_pods_train_one_run(tmp_path: Path) -> None:
+def test_the_commands_of_two_pods_train_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pods, "FOLDER", str(tmp_path))  # of the volume
     tree = run_file(tmp_path, train__max_steps=3, train__compile=False, train__device="cpu")
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(tree))
