@@ -137,7 +137,7 @@ def _steps(case: Rehearsal) -> Seen:
             assert not result.skipped
             graphs.append(counters["stats"]["unique_graphs"])
     compiled = state_of(model).compiled
-    shape = step.step_shape(model, *batch[0].input_ids.shape, len(batch))
+    shape = step.step_shape(model, *batch[0].input_ids.shape, len(batch), batch=batch)
     unlike = _unlike_plan(model) + ([] if case.compiled else _unlike_calls(model, shape, sent))
     over_tp = _over_tp(watch, model, shape) if case.aot else ({}, {})
     return Seen(
