@@ -7,17 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.core.best import Best
 from fivefold.launch.kept import ENDING
-from fivefold.training.keeping import LastStep, Row
+from fivefold.training.keeping import HeldStep, LastStep
 
 CUT_OFF = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:29500")
 
 
-def steps(kept: list[Row]) -> LastStep:
+def held(step: int) -> HeldStep:
+    return HeldStep(step, {}, Best(), {})
+
+
+def steps(kept: list[int]) -> LastStep:
     """One that has done a step."""
-    last = LastStep(lambda row, _: kept.append(row))
+    last = LastStep(lambda one, _: kept.append(one.step))
     last.changes()
-    last.stands({"step": 1})
+    last.stands(held(1))
     return last
 
 
@@ -29,14 +34,14 @@ def test_a_step_is_kept_if_others_go_and_not_in_the_midst_of_the_next(
             last.changes()
         raise error
 
-    ends: dict[str, tuple[Exception, bool, list[Row]]] = {
-        "others are gone": (CUT_OFF, False, [{"step": 1}]),
+    ends: dict[str, tuple[Exception, bool, list[int]]] = {
+        "others are gone": (CUT_OFF, False, [1]),
         "in an update": (CUT_OFF, True, []),
         "its own failure": (ValueError("x"), False, []),
     }
     for name, (error, changes, wanted) in ends.items():
         with subtests.test(name):
-            kept: list[Row] = []
+            kept: list[int] = []
             last = steps(kept)
             with pytest.raises(type(error)), last.kept_if_others_go("", tmp_path / "memory" / "ready-0"):
                 assert (tmp_path / "memory" / "ready-0").exists()
@@ -52,16 +57,16 @@ def waited(condition: Callable[[], bool]) -> bool:
 
 
 def test_a_rank_that_waits_for_ever_keeps_its_step_at_the_word_of_the_launcher(tmp_path: Path) -> None:
-    kept: list[Row] = []
+    kept: list[int] = []
     last, flag = steps(kept), tmp_path / "ready-0"
     with last.kept_if_others_go(str(tmp_path), flag):
         (tmp_path / ENDING).touch()
-        assert waited(lambda: not flag.exists()) and kept == [{"step": 1}]
+        assert waited(lambda: not flag.exists()) and kept == [1]
         update = threading.Thread(target=last.changes, daemon=True)
         update.start()
         update.join(0.2)
         assert update.is_alive()  # what was kept is the last step for ever
-    assert kept == [{"step": 1}]
+    assert kept == [1]
 
 
 def test_nothing_is_kept_where_nothing_could_survive() -> None:

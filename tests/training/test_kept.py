@@ -22,7 +22,7 @@ from fivefold.training import checkpoints
 from fivefold.training import run as run_module
 from fivefold.training import step as step_module
 from tests.pool import run_ranks
-from tests.training.bodies import Ran, column, run_dir, run_file
+from tests.training.bodies import Ran, column, run_dir, run_file, state
 
 pytestmark = pytest.mark.full
 
@@ -31,10 +31,17 @@ CUT_OFF = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1
 
 
 def on_rank(
-    tree: Mapping[str, Any], node: Mapping[int, int], folder: Path, *, cut_at: int, kept: KeptStep, room: int
+    tree: Mapping[str, Any],
+    node: Mapping[int, int],
+    folder: Path,
+    *,
+    cut_at: int,
+    within: str,
+    kept: KeptStep,
+    room: int,
 ) -> Ran:
-    """Train on this rank, of node `node[rank]` with its memory in `folder`. `cut_at`: the step in whose gradients the
-    other ranks are gone; 0: none. `kept`: the step of round 1 to go on from. `room`: free bytes of memory."""
+    """Train on this rank, of node `node[rank]` with its memory in `folder`. `cut_at`: the step or the evaluation
+    `within` which the other ranks are gone; 0: none. `kept`: the step of round 1 to go on from. `room`: free bytes of memory."""
     config, rank, screen = RunConfig.model_validate(tree), dist.get_rank(), io.StringIO()
     config.run_dir.mkdir(parents=True, exist_ok=True)
     mine, number = node[rank], 2 if kept.step else 1
@@ -43,17 +50,18 @@ def on_rank(
         acts=rank == min(other for other in node if node[other] == mine),
     )  # fmt: skip
     Path(memory.folder).mkdir(parents=True, exist_ok=True)
-    plain = step_module._squared_norms
+    place = (step_module, "_squared_norms") if within == "step" else (run_module, "mean_loss")
+    plain = getattr(*place)
 
-    def squared_norms(model: Any) -> Any:
+    def cut(*args: Any) -> Any:
         nonlocal cut_at
         cut_at -= 1
         if not cut_at:
             raise RuntimeError(CUT_OFF)
-        return plain(model)
+        return plain(*args)
 
     with (
-        patch.object(step_module, "_squared_norms", squared_norms),
+        patch.object(*place, cut),
         patch.object(checkpoints, "free_bytes", lambda _: room),
         redirect_stdout(screen),
     ):
@@ -66,11 +74,12 @@ def on_rank(
 
 
 def train(
-    tree: Any, nodes: list[int], folder: Path, *, cut_at: int = 0, kept: KeptStep | None = None, room: int = 2**30
-) -> Ran:
+    tree: Any, nodes: list[int], folder: Path, *, cut_at: int = 0, within: str = "step", kept: KeptStep | None = None,
+    room: int = 2**30,
+) -> Ran:  # fmt: skip
     """Train on a rank for each of `nodes`; what the first one saw."""
-    body = partial(on_rank, tree, dict(enumerate(nodes)), folder, cut_at=cut_at, kept=kept or KeptStep(), room=room)
-    return run_ranks(len(nodes), body)[0]
+    options = {"cut_at": cut_at, "within": within, "kept": kept or KeptStep(), "room": room}
+    return run_ranks(len(nodes), partial(on_rank, tree, dict(enumerate(nodes)), folder, **options))[0]
 
 
 def found(folder: Path, *nodes: int) -> KeptStep:
@@ -157,3 +166,22 @@ def test_where_there_is_too_little_room_nothing_is_kept(tmp_path: Path) -> None:
     tree = run_file(tmp_path, **KEYS, **layout(dp_replicate=2))
     assert CUT_OFF in str(train(tree, [0, 1], tmp_path / "memory", cut_at=3, room=1000).error)
     assert found(tmp_path / "memory", 0, 1) == KeptStep()
+
+
+@pytest.mark.parametrize("number", [2, 3], ids=["step 4 of 6", "the last step"])
+def test_an_evaluation_that_was_cut_off_is_done_again(number: int, tmp_path: Path) -> None:
+    keys = {**KEYS, "data__validation": str(tmp_path / "corpus.txt"), "eval__every": 2, "eval__max_tokens": 500}
+    alone, tree = (run_file(tmp_path, run__name=name, **keys) for name in ("alone", "run"))
+    assert train(alone, [0], tmp_path / "none").error is None
+    tree["layout"] = {"dp_replicate": 2, "dp_shard": 1}
+    assert CUT_OFF in str(train(tree, [0, 1], tmp_path / "memory", cut_at=number, within="evaluation").error)
+    assert column(tree, "step")[-1] == 2 * number - 1
+    kept = found(tmp_path / "memory", 0, 1)
+    assert kept.step == 2 * number
+    ran = train(tree, [0, 1], tmp_path / "memory", kept=kept)
+    assert ran.error is None and f"from memory, step {kept.step} of 6" in ran.screen
+    for name in ("step", "train/tokens_seen", "eval/best_step"):
+        assert column(tree, name) == column(alone, name)
+    for name in ("train/loss", "eval/loss"):
+        assert column(tree, name) == [value and pytest.approx(value, rel=1e-5) for value in column(alone, name)]
+    assert state(tree, 6).keys() == state(alone, 6).keys()

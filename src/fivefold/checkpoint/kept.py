@@ -21,7 +21,7 @@ from torch import nn
 from fivefold.checkpoint import shard
 from fivefold.checkpoint.cut import OPTIMIZER, WEIGHT, file_of
 from fivefold.checkpoint.load import scalar_types
-from fivefold.checkpoint.manifest import NAME, Manifest
+from fivefold.checkpoint.manifest import NAME, CorruptCheckpoint, read_description
 from fivefold.checkpoint.records import Part
 from fivefold.checkpoint.save import Metadata, Snapshot, collect, manifest_of, scalars_of, types_of_all, write_part
 from fivefold.core.kept_steps import KeptStep, part_file
@@ -43,13 +43,13 @@ def is_replicated(model: nn.Module) -> bool:
 
 def keep(
     model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Parameters, about: Metadata, folder: Path, *,
-    room: int, after: "torch.cuda.Event | None" = None, row: Mapping[str, Any] | None = None,
+    room: int, unfinished: Mapping[str, Any], after: "torch.cuda.Event | None" = None,
 ) -> bool:  # fmt: skip
     """Write what this rank holds to `folder`, without a word with other ranks, unless another one of this node has.
 
     `parameters`: those of the model, in whose places others may stand. `room`: bytes that may be written. `after`: on
-    a GPU, what to wait for; a collective that never ends may be under way. `row`: metrics of the step.
-    Returns False if there is too little room. Raises `OSError`.
+    a GPU, what to wait for; a collective that never ends may be under way. `unfinished`: what is left to do of the
+    step, plain data. Returns False if there is too little room. Raises `OSError`.
     """
     at = in_first_replica(state_of(model).placement)
     step = folder / step_folder(about.step)
@@ -70,11 +70,12 @@ def keep(
     part = write_part(step, Snapshot(about, str(state.plan.layout), (), slices, scalars, {}), at.rank)
     told = {
         "count": at.world // at.layout.dp_replicate, "part": part.tree(), "step": about.step, "state": all_state,
-        "types": scalar_types(optimizer), "agreement": about.agreement, "layout": str(state.plan.layout), "row": row,
+        "types": scalar_types(optimizer), "agreement": about.agreement, "layout": str(state.plan.layout),
+        "unfinished": unfinished,
     }  # fmt: skip
-    unfinished = step / f".{part_file(at.rank)}"
-    unfinished.write_text(json.dumps(told), encoding="utf-8")
-    unfinished.replace(step / part_file(at.rank))
+    beside = step / f".{part_file(at.rank)}"
+    beside.write_text(json.dumps(told), encoding="utf-8")
+    beside.replace(step / part_file(at.rank))
     return True
 
 
@@ -123,8 +124,12 @@ def complete(
         if (needed := sum(sizes[file] for file in lacks)) > ranks[rank]["room"]:
             return f"a node has no room for {human_bytes(needed)} of step {kept.step} in memory"
     error = _exchange(folder, files, sizes, lacking) if any(lacking.values()) else ""
+    if error := next(filter(None, plain.everywhere(error, group)), ""):
+        return error
+    told = plain.of_first(_described(folder, kept, names) if dist.get_rank() == 0 else None, group)
+    error = told["error"]
     if leads and not error:
-        error = _described(folder, kept, names, lacking[leaders[node]])
+        error = _checked(folder, told["text"], lacking[dist.get_rank()])
     return next(filter(None, plain.everywhere(error, group)), "")
 
 
@@ -176,34 +181,34 @@ def _noting(errors: list[str]) -> Iterator[None]:
         errors.append(f"a kept step cannot be read or written: {error.strerror}")
 
 
-def _described(folder: Path, kept: KeptStep, names: Iterable[str], received: Sequence[str]) -> str:
-    """Write the manifest from the parts, and check the files received. Returns what is wrong."""
+def _described(folder: Path, kept: KeptStep, names: Iterable[str]) -> dict[str, str]:
+    """The text of the manifest of all parts, or what is wrong with them."""
     try:
         told = [json.loads((folder / part_file(part)).read_text(encoding="utf-8")) for part in kept.holders]
-        manifest = _joined(told, names)
-        for file in received:
-            if (folder / file).suffix == ".safetensors":
-                held = manifest.held(file)
-                for key, wrong in shard.check(folder / file, manifest.files[file].checksum, held, held):
-                    return f"{file}: {key}{': ' * bool(key)}{wrong}"
-        (folder / NAME).write_text(manifest.to_json(), encoding="utf-8")
+        state = {**told[0]["state"], **types_of_all(part["types"] for part in told)}
+        about = Metadata(step=told[0]["step"], state=state, agreement=told[0]["agreement"])
+        snapshot = Snapshot(about, told[0]["layout"], tuple(names), (), {}, {})
+        manifest = manifest_of(snapshot, [Part.from_tree(part["part"]) for part in told], {})
+        manifest.check()
+        return {"text": manifest.to_json(), "error": ""}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"step {kept.step} in memory: {error}"
+        return {"text": "", "error": f"step {kept.step} in memory: {error}"}
+
+
+def _checked(folder: Path, text: str, received: Iterable[str]) -> str:
+    """Write the manifest, and compare the files received with it. Returns what is wrong."""
+    try:
+        (folder / NAME).write_text(text, encoding="utf-8")
+        manifest = read_description(folder)
+        for file in manifest.files.keys() & {*received}:
+            held = manifest.held(file)
+            for key, wrong in shard.check(folder / file, manifest.files[file].checksum, held, held):
+                return f"{file}: {key}{': ' * bool(key)}{wrong}"
+    except (OSError, CorruptCheckpoint) as error:
+        return f"a kept step cannot be used: {error}"
     return ""
 
 
-def _joined(told: Sequence[Mapping[str, Any]], names: Iterable[str]) -> Manifest:
-    """The manifest of all parts."""
-    first = told[0]
-    state = {**first["state"], **types_of_all(part["types"] for part in told)}
-    about = Metadata(step=first["step"], state=state, agreement=first["agreement"])
-    snapshot = Snapshot(about, first["layout"], tuple(names), (), {}, {})
-    manifest = manifest_of(snapshot, [Part.from_tree(part["part"]) for part in told], {})
-    manifest.check()
-    return manifest
-
-
-def row_of(folder: Path, kept: KeptStep) -> dict[str, Any] | None:
-    """The metrics of the step, as the rank that wrote its first part has them."""
-    row: dict[str, Any] | None = json.loads((folder / part_file(min(kept.holders))).read_text(encoding="utf-8"))["row"]
-    return row
+def unfinished_of(folder: Path, kept: KeptStep) -> Any:
+    """What is left to do of the step, as the rank that wrote its first part says."""
+    return json.loads((folder / part_file(min(kept.holders))).read_text(encoding="utf-8"))["unfinished"]

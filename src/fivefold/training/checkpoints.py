@@ -12,7 +12,7 @@ import torch
 
 from fivefold import checkpoint
 from fivefold.checkpoint.base import weights_beside
-from fivefold.checkpoint.kept import complete, is_replicated, keep, row_of
+from fivefold.checkpoint.kept import complete, is_replicated, keep, unfinished_of
 from fivefold.checkpoint.save import Write
 from fivefold.config import RunConfig
 from fivefold.core.best import STATE, Best
@@ -23,6 +23,7 @@ from fivefold.launch import rounds
 from fivefold.launch.kept import free_bytes
 from fivefold.parallel import plain
 from fivefold.parallel.state import state_of
+from fivefold.training.keeping import HeldStep
 from fivefold.training.run_log import RunLog
 
 IN_MEMORY = "memory"  # where a step is that no disk has
@@ -32,8 +33,8 @@ IN_MEMORY = "memory"  # where a step is that no disk has
 class Resumed:
     """The point a run resumes from: steps done, and the counters in `state`. `where`: the checkpoint; None: a new run.
 
-    `warmup_steps`: that of the schedule so far. `damages`: one message per newer checkpoint skipped as damaged. `row`:
-    metrics of the step, if no disk had it.
+    `warmup_steps`: that of the schedule so far. `damages`: one message per newer checkpoint skipped as damaged.
+    `unfinished`: of a step that no disk has, its `row` of metrics, and whether it `owes` an evaluation.
     """
 
     step: int = 0
@@ -41,7 +42,7 @@ class Resumed:
     where: str | None = None
     damages: tuple[str, ...] = ()
     warmup_steps: int | None = None
-    row: Mapping[str, Any] | None = None
+    unfinished: Mapping[str, Any] | None = None
 
 
 class CheckpointManager:
@@ -91,10 +92,12 @@ class CheckpointManager:
                 passed[where] = damage.what
                 continue
             warmup_steps = opened.agreement.get(checkpoint.WARMUP)
-            row = row_of(Path(folder), self.memory.kept) if where == IN_MEMORY else None
+            unfinished = None
+            if where == IN_MEMORY:
+                unfinished = checkpoint.on_first_rank(partial(unfinished_of, Path(folder), self.memory.kept))
             self._forget()
             self._log.folder.saved = opened.step if Path(folder).parent == self._directory else 0
-            return Resumed(opened.step, opened.state, where, _told(passed), warmup_steps, row)
+            return Resumed(opened.step, opened.state, where, _told(passed), warmup_steps, unfinished)
 
     def _fetched(self) -> dict[str, str]:
         """Complete the step that the nodes keep in memory on each of them. Returns why it is passed over, if it is."""
@@ -124,15 +127,14 @@ class CheckpointManager:
         """True if a step that this rank holds may survive it."""
         return bool(self.memory.folder) and is_replicated(self._model)
 
-    def keep(
-        self, config: RunConfig, step: int, state: Mapping[str, Any], best: Best, *, ranks: int,
-        row: Mapping[str, Any] | None, after: "torch.cuda.Event | None",
-    ) -> None:  # fmt: skip
-        """Write what this rank holds after `step` steps to the memory of its node; no other rank need be there.
-        `ranks`: of this node, which may do so at the same time. `row`, `after`: see `checkpoint.kept.keep`."""
+    def keep(self, config: RunConfig, held: HeldStep, *, ranks: int, after: "torch.cuda.Event | None") -> None:
+        """Write a step that this rank holds to the memory of its node; no other rank need be there. `ranks`: of this
+        node, which may do so at the same time. `after`: see `checkpoint.kept.keep`."""
         keep(
-            self._model, self._optimizer, self._parameters, self._about(config, step, state, best), self.memory.here,
-            room=free_bytes(Path(self.memory.folder)) // ranks, row=row, after=after,
+            self._model, self._optimizer, self._parameters,
+            self._about(config, held.step, held.state, held.best), self.memory.here,
+            room=free_bytes(Path(self.memory.folder)) // ranks, after=after,
+            unfinished={"row": held.row, "owes": held.owes},
         )  # fmt: skip
 
     # ---- saves -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The objects of a training run on one rank, and its rows."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -60,6 +60,7 @@ class Job:
     pace: checks.Pace = field(default_factory=checks.Pace)
     began: float = field(default_factory=time.monotonic)  # this start
     stop: StopRequest = field(default_factory=StopRequest)
+    unfinished: Mapping[str, Any] | None = None  # what is left to do of the step resumed from
     last: LastStep = field(default_factory=LastStep)
     prefetch: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 

@@ -10,29 +10,43 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fivefold.core.best import Best
 from fivefold.launch.failure import is_cut_off
 from fivefold.launch.kept import ENDING
 
 _PAUSE = 0.1  # seconds between two looks for the word of the launcher
 _PATIENCE = 2.0  # seconds for an update to end
 
-Row = Mapping[str, Any] | None
-Keep = Callable[[Row, "torch.cuda.Event | None"], object]
+
+@dataclass(frozen=True)
+class HeldStep:
+    """A whole step beside its tensors: number, counters, best validations so far, and its row of metrics. `owes`: it is
+    yet to be evaluated."""
+
+    step: int
+    state: Mapping[str, Any]
+    best: Best
+    row: Mapping[str, Any]
+    owes: bool = False
+
+
+Keep = Callable[[HeldStep, "torch.cuda.Event | None"], object]
 
 
 class LastStep:
-    """The last whole step of a rank. `keep`: writes it, with its row of metrics and, on a GPU, what to wait for; None:
-    nothing is ever kept."""
+    """The last whole step of a rank. `keep`: writes it; on a GPU, it is told what to wait for. None: nothing is ever
+    kept."""
 
     def __init__(self, keep: Keep | None = None, *, device: str = "cpu") -> None:
         self._keep, self._is_gpu = keep, device != "cpu"
         self._changes, self._once = threading.Lock(), threading.Lock()
-        self._row: Row = None
+        self._held: HeldStep | None = None
         self._updated: torch.cuda.Event | None = None
         self._is_over = False
 
@@ -41,25 +55,26 @@ class LastStep:
         if self._keep:
             self._changes.acquire()
 
-    def stands(self, row: Row) -> None:
-        """Call when the step is whole, with its row if one is due."""
+    def stands(self, held: HeldStep) -> None:
+        """Call when the step is whole."""
         if self._keep:
-            self._row = row
-            self._note()
+            self.holds(held)
             self._changes.release()
 
-    def _note(self) -> None:
-        if self._is_gpu:
+    def holds(self, held: HeldStep) -> None:
+        """Call when more is known of a whole step."""
+        self._held = held
+        if self._keep and self._is_gpu:
             self._updated = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._updated.record()
 
     def try_to_keep(self, *, patience: float = _PATIENCE) -> None:
         """Keep the step, once, unless it is changing and does not cease to for so many seconds."""
         with self._once:
-            if self._keep and not self._is_over and self._changes.acquire(timeout=patience):
+            if self._keep and self._held and not self._is_over and self._changes.acquire(timeout=patience):
                 self._is_over = True
                 try:
-                    self._keep(self._row, self._updated)
+                    self._keep(self._held, self._updated)
                 except Exception:  # the run goes on from the disk
                     logging.getLogger(__name__).exception("the last step is not kept in memory")
             self._is_over = True
@@ -76,7 +91,6 @@ class LastStep:
         if self._keep is None:
             yield
             return
-        self._note()
         flag.parent.mkdir(mode=0o700, exist_ok=True)
         flag.touch()
         ended = threading.Event()

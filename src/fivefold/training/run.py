@@ -47,7 +47,7 @@ from fivefold.training.distillation import teacher_of
 from fivefold.training.environment import Environment
 from fivefold.training.inputs import check_loss
 from fivefold.training.job import Job
-from fivefold.training.keeping import LastStep, Row
+from fivefold.training.keeping import HeldStep, LastStep
 from fivefold.training.model import balance_options, build_model, compile_pays
 from fivefold.training.named_loss import own_loss
 from fivefold.training.optimizers import build_optimizer, rule_for
@@ -168,14 +168,12 @@ class Trainer(Job):
         )
         stack.push(lambda _, error, __: job.log.close(job.step, error))
         stack.callback(job.prefetch.shutdown, wait=True)
+        job.unfinished = resumed.unfinished
         if job.keeper.can_keep:
             job.last = LastStep(job._keep, device=world.device)
+            if resumed.unfinished:
+                job.last.holds(job._held(resumed.unfinished["row"], owes=resumed.unfinished["owes"]))
         return job
-
-    def _keep(self, row: Row, after: "torch.cuda.Event | None") -> None:
-        """Keep the last whole step in the memory of this node."""
-        ranks = self.world.local_size
-        self.keeper.keep(self.config, self.step, self._counted, self.best, ranks=ranks, row=row, after=after)
 
     def _try_memory(self, data: PreparedData) -> str:
         """Run the trial before the first step and return its memory line for the header."""
@@ -200,7 +198,7 @@ class Trainer(Job):
         lines += [(label, text) for label, text in more if text]
         self.log.open(
             stack, self.config, lines, about, step=self.step, total_steps=self.total_steps,
-            total_tokens=schedule.total_tokens(self.config, self.data, self.total_steps), row=resumed.row,
+            total_tokens=schedule.total_tokens(self.config, self.data, self.total_steps),
         )  # fmt: skip
 
     def _about_this_start(self, resumed: Resumed) -> dict[str, Any]:
@@ -228,7 +226,10 @@ class Trainer(Job):
 
     def run(self) -> None:
         """Run steps until the end, then the last evaluation, checkpoint and sample; show what to type next."""
+        if self.unfinished:
+            self._finish_step(self.unfinished)
         if self._is_over:
+            self.keeper.finish()
             all_done = f"this run is finished: {self.step} of {self.total_steps} steps are done"
             self._close(self._why_stopped or all_done)
             return
@@ -256,13 +257,9 @@ class Trainer(Job):
             self._count_skipped(result)
             self._report_uncompiled()
             row = metrics.row(self, result, rate, seconds=seconds, waited=waited)
-            if self._due(self.config.eval.every) and self.data.validation:
-                self.last_eval, more = self._evaluate(self.data.validation)
-                row |= metrics.of_evaluation(self.last_eval, more)
-            is_best = self._due(self.config.eval.every) and self._compare(row)
-            if "eval/loss" in row and self.last_eval is not None:
-                self.log.display.evaluated(self.step, self.last_eval, self.best)
-            self.last.stands(row if self._is_written(row) else None)
+            self.last.stands(self._held(row, owes=self._due(self.config.eval.every)))
+            is_best = self._is_evaluated_best(row)
+            self.last.holds(self._held(row))
             self.keeper.report(self.step)
             self._write(row)
             self.log.events.tell("step", row)
@@ -289,6 +286,25 @@ class Trainer(Job):
         self.keeper.finish()
         self._close(self._why_stopped)
 
+    def _held(self, row: Mapping[str, Any], *, owes: bool = False) -> HeldStep:
+        """The step just done. `owes`: it has yet to be evaluated."""
+        return HeldStep(self.step, self._counted, self.best, dict(row), owes)
+
+    def _keep(self, held: HeldStep, after: "torch.cuda.Event | None") -> None:
+        """Keep a step in the memory of this node."""
+        self.keeper.keep(self.config, held, ranks=self.world.local_size, after=after)
+
+    def _finish_step(self, unfinished: Mapping[str, Any]) -> None:
+        """Do what is left of a step that went on from memory: its evaluation, its row and its save."""
+        row = dict(unfinished["row"])
+        is_due = self._due(self.config.eval.every)
+        is_best = self._is_evaluated_best(row) if unfinished["owes"] else is_due and self._is_kept_best
+        self.last.holds(self._held(row))
+        self._write(row)
+        if self._due(self.config.checkpoint.every) or self._is_over or is_best:
+            self._check_state()
+            self.keeper.save(self.config, self.step, self._counted, self.best)
+
     @property
     def _is_met(self) -> bool:
         """True if an outer step follows the step just done, as after the last one."""
@@ -313,12 +329,26 @@ class Trainer(Job):
         place = self.step * self.config.train.global_batch_size
         return {name: getattr(self, name) for name in COUNTED} | dict(self.data.train.position(place))
 
+    def _is_evaluated_best(self, row: dict[str, Any]) -> bool:
+        """Evaluate if that is due, and add what is found to `row`. True if the step is kept as one of the best."""
+        if self._due(self.config.eval.every) and self.data.validation:
+            self.last_eval, more = self._evaluate(self.data.validation)
+            row |= metrics.of_evaluation(self.last_eval, more)
+        is_best = self._due(self.config.eval.every) and self._compare(row)
+        if "eval/loss" in row and self.last_eval is not None:
+            self.log.display.evaluated(self.step, self.last_eval, self.best)
+        return is_best
+
     def _compare(self, row: dict[str, Any]) -> bool:
         """Compare this validation with those before, and add the best one to `row`. True if its step is to be kept.
         The metric, and so the answer, is the same on all ranks."""
         self.best = self.best.after(self.step, row.get(self.best.metric), min_delta=self.config.eval.stop.min_delta)
         if self.best.step is not None:
             row |= {"eval/best": self.best.value, "eval/best_step": self.best.step}
+        return self._is_kept_best
+
+    @property
+    def _is_kept_best(self) -> bool:
         return self.step in self.best.steps[: self.config.checkpoint.keep_best]
 
     @property
@@ -456,11 +486,8 @@ class Trainer(Job):
 
     # ---- what is written ---------------------------------------------------------------------------------------------
 
-    def _is_written(self, row: dict[str, Any]) -> bool:
-        return self._due(self.config.log.every) or any(name.startswith("eval/") for name in row)
-
     def _write(self, row: dict[str, Any]) -> None:
-        if not self._is_written(row):
+        if not self._due(self.config.log.every) and not any(name.startswith("eval/") for name in row):
             return
         row |= self.memory.over_ranks()
         self.log.row(row)

@@ -38,6 +38,7 @@ class RunLog:
         self.events: Events = events or Listener()  # without callbacks
         self.folder = HeldFolder(run_dir, round)
         self.seconds_before = 0.0
+        self._written = 0  # the last step with a row of an earlier start
         self.display = unseen()
         self._sinks: list[JsonLines | TrackerSink] = []
         self._samples: JsonLines | None = None
@@ -45,11 +46,10 @@ class RunLog:
 
     def open(
         self, stack: ExitStack, config: RunConfig, lines: list[Line], about: Mapping[str, Any], *,
-        step: int, total_steps: int, total_tokens: float | None = None, row: Row | None = None,
+        step: int, total_steps: int, total_tokens: float | None = None,
     ) -> None:  # fmt: skip
         """Show `lines` and begin to write, after `step` steps; `stack` closes all of it. `about`: the history's record
-        of this start. `total_tokens`: those of all steps, about. `row`: of the step resumed from, if an earlier start
-        may have had no time to write it."""
+        of this start. `total_tokens`: those of all steps, about."""
         room = self.folder.room
         replace(config.run_dir / "run.yaml", config.to_yaml().encode(), room=room)
         self.display = stack.enter_context(open_display(total_steps=total_steps, total_tokens=total_tokens, start=step))
@@ -59,6 +59,7 @@ class RunLog:
         trackers = [TrackerSink(name, config, last_step=step, say=say) for name in TRACKERS if name in config.log.to]
         rows = JsonLines(config.run_dir / "metrics.jsonl", last_step=step, say=say, room=room)
         self.seconds_before = rows.last.get("perf/elapsed_seconds", 0.0)
+        self._written = int(rows.last.get("step", 0))
         self._sinks = [rows, *trackers]
         if config.sample.is_on:
             self._samples = JsonLines(config.run_dir / "samples.jsonl", last_step=step, say=say, room=room)
@@ -68,8 +69,6 @@ class RunLog:
             self._history = history.Log(config.run_dir, say, room=room)
             self._history.write("start", step, **about, header=lines)
         self.folder.remember("run.yaml", record.NAME)
-        if row and rows.last.get("step", 0) < step:
-            self.row(row)
 
     def close(self, step: int, error: BaseException | None) -> None:
         """Record in the history how this start ended after `step` steps."""
@@ -83,7 +82,9 @@ class RunLog:
             self._history.write(event, step, what=what)
 
     def row(self, row: Row) -> None:
-        """Write and show a row of metrics."""
+        """Write and show a row of metrics, unless an earlier start has."""
+        if row["step"] <= self._written:
+            return
         self.folder.look(self.display.note)
         for sink in self._sinks:
             sink.write(row)
