@@ -41,7 +41,8 @@ def on_rank(
     room: int,
 ) -> Ran:
     """Train on this rank, of node `node[rank]` with its memory in `folder`. `cut_at`: the step or the evaluation
-    `within` which the other ranks are gone; 0: none. `kept`: the step of round 1 to go on from. `room`: free bytes of memory."""
+    `within` which the other ranks are gone; 0: none. `kept`: the step of round 1 to go on from. `room`: free bytes of
+    memory."""
     config, rank, screen = RunConfig.model_validate(tree), dist.get_rank(), io.StringIO()
     config.run_dir.mkdir(parents=True, exist_ok=True)
     mine, number = node[rank], 2 if kept.step else 1
