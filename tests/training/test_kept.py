@@ -137,7 +137,10 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", ["each sends a shard", "a byte is flipped", "a file is gone", "no room"])
+CASES = ("each sends a shard", "a byte is flipped", "a file is gone", "no room", "no room after all")
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_nodes_send_each_other_what_they_lack_or_go_on_from_the_disk(case: str, apart: Path, tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     shutil.copytree(apart / "memory", memory)
@@ -145,12 +148,16 @@ def test_nodes_send_each_other_what_they_lack_or_go_on_from_the_disk(case: str, 
     kept = found(memory, 0, 1)
     assert (kept.step, kept.holders) == (4, {0: 0, 1: 1})
     file = memory / "node-1" / "round-000001" / step_folder(4) / "weight-00001.safetensors"
+    here = memory / "node-0" / "round-000001" / step_folder(4)
+    here.with_name(step_folder(5)).mkdir()  # of a rank that was one ahead
     if case == "a byte is flipped":
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
     elif case == "a file is gone":
         file.with_name("part-00001.json").unlink()
+    elif case == "no room after all":
+        (here / ".weight-00001.safetensors").symlink_to("/dev/full")
     tree = run_file(apart, run__name=case.replace(" ", "-"), checkpoint__every=3, **KEYS, **layout(dp_shard=2))
     shutil.copytree(apart / "run", run_dir(tree))
     ran = train(tree, [0, 1], memory, kept=kept, room=10 if case == "no room" else 2**30)
@@ -158,6 +165,7 @@ def test_nodes_send_each_other_what_they_lack_or_go_on_from_the_disk(case: str, 
     start = 4 if case == "each sends a shard" else 3
     assert f"step {start} of 6" in ran.screen and ("from memory" in ran.screen) == (start == 4)
     says = {"a byte is flipped": "not those that were saved", "a file is gone": "is gone", "no room": "no room for"}
+    says["no room after all"] = "No space left on device"
     assert says.get(case, "") in ran.screen and ("DAMAGED" in ran.screen) == (start == 3)
     assert column(tree, "step") == [1, 2, 3, 4, 5, 6]
     assert not any(memory.glob("node-*/round-*/step-*"))

@@ -6,6 +6,7 @@ nodes they come. Nodes exchange the files that they lack, and each makes the man
 of all of its replicas, which is checked by checksum before a step is chosen (`core/kept_steps.py`).
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fivefold.checkpoint import shard
 from fivefold.checkpoint.cut import OPTIMIZER, WEIGHT, file_of
@@ -30,6 +31,7 @@ from fivefold.core.units import human_bytes
 from fivefold.parallel import plain
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.state import state_of
+from fivefold.torch_internals import magnitudes
 
 AT_ONCE = 2**26  # bytes of a file that are sent at once
 Parameters = Sequence[tuple[str, nn.Parameter]]
@@ -44,25 +46,27 @@ def is_replicated(model: nn.Module) -> bool:
 def keep(
     model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Parameters, about: Metadata, folder: Path, *,
     room: int, unfinished: Mapping[str, Any], after: "torch.cuda.Event | None" = None,
-) -> bool:  # fmt: skip
+) -> None:  # fmt: skip
     """Write what this rank holds to `folder`, without a word with other ranks, unless another one of this node has.
 
     `parameters`: those of the model, in whose places others may stand. `room`: bytes that may be written. `after`: on
     a GPU, what to wait for; a collective that never ends may be under way. `unfinished`: what is left to do of the
-    step, plain data. Returns False if there is too little room. Raises `OSError`.
+    step, plain data. Raises `OSError`, also for too little room, and `ValueError` for numbers that are not finite.
     """
     at = in_first_replica(state_of(model).placement)
     step = folder / step_folder(about.step)
-    step.mkdir(mode=0o700, parents=True, exist_ok=True)
+    step.mkdir(mode=0o700, exist_ok=True)
     with _beside(after):
         slices = list(collect(model, optimizer, at=at, parameters=parameters))
         size = sum(one.values.nbytes * (1 + one.values.is_cuda) for one in slices)
         if size > room:
-            return False
+            raise OSError(errno.ENOSPC, f"{human_bytes(size)} are needed, and {human_bytes(room)} are free")
+        if found := next((one for one in slices if not _is_finite(one.values)), None):
+            raise ValueError(f"{found.kind} of {found.name} is not finite")
         try:
             os.close(os.open(step / f"claim-{at.rank:05d}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
-            return True
+            return
         slices = [replace(one, values=one.values.cpu()) for one in slices]
         scalars = scalars_of(model, optimizer, at=at, parameters=parameters)
         state = state_of(model)
@@ -76,7 +80,12 @@ def keep(
     beside = step / f".{part_file(at.rank)}"
     beside.write_text(json.dumps(told), encoding="utf-8")
     beside.replace(step / part_file(at.rank))
-    return True
+
+
+def _is_finite(values: Tensor) -> bool:
+    """True for numbers that a save on time would have, which are checked before."""
+    is_number = values.is_floating_point() and values.numel()
+    return not is_number or bool(magnitudes([values.detach()])[0].isfinite())
 
 
 def in_first_replica(placement: Placement) -> Placement:
@@ -154,8 +163,8 @@ def _pass_on(
 ) -> None:
     """Send a file, or receive it if it is wanted, to its end whatever goes wrong here: the others wait for that."""
     is_sent, beside = source == dist.get_rank(), path.with_name(f".{path.name}")
-    with ExitStack() as stack:
-        opened: Any = None
+    opened: Any = None
+    with _noting(errors), ExitStack() as stack:  # of what is closed at the end, too
         with _noting(errors):
             if is_sent or is_wanted:
                 opened = stack.enter_context(path.open("rb") if is_sent else beside.open("wb"))

@@ -81,8 +81,7 @@ class CheckpointManager:
                 partial(self._where_to_go_on, config, passed), self._saver.group
             )
             if folder is None:
-                self._forget()
-                return Resumed()
+                return Resumed(damages=_told(passed))
             if where == IN_MEMORY:
                 folder = str(self.memory.step)
             opened = checkpoint.Checkpoint.described(Path(folder))
@@ -95,7 +94,6 @@ class CheckpointManager:
             unfinished = None
             if where == IN_MEMORY:
                 unfinished = checkpoint.on_first_rank(partial(unfinished_of, Path(folder), self.memory.kept))
-            self._forget()
             self._log.folder.saved = opened.step if Path(folder).parent == self._directory else 0
             return Resumed(opened.step, opened.state, where, _told(passed), warmup_steps, unfinished)
 
@@ -112,13 +110,14 @@ class CheckpointManager:
         why = complete(memory.step, memory.kept, names, node=memory.node, room=room, group=self._saver.group)
         return {IN_MEMORY: why} if why else {}
 
-    def _forget(self) -> None:
-        """Remove the step kept in memory, once all ranks have loaded it or another one."""
+    def forget(self) -> None:
+        """Remove what is kept in memory, once all ranks have loaded it, or another step, and could keep it anew.
+        Further steps are there of ranks that were one ahead: they will be done anew."""
         if not self.memory.kept.step:
             return
         plain.everywhere(None, self._saver.group)
-        if self.memory.acts and self.memory.folder:
-            shutil.rmtree(self.memory.step, ignore_errors=True)
+        for step in checkpoint.steps(self.memory.here) if self.memory.acts and self.memory.folder else ():
+            shutil.rmtree(self.memory.here / checkpoint.step_folder(step), ignore_errors=True)
 
     # ---- when other nodes go -----------------------------------------------------------------------------------------
 

@@ -94,6 +94,7 @@ def train(config: RunConfig, world: World, *, events: Events | None = None, memo
         stack.callback(gc.unfreeze)
         flag = job.keeper.memory.here / f"ready-{world.rank}"
         with job.stop.listening(), advised(config, world, data, job), job.last.kept_if_others_go(world.folder, flag):
+            job.keeper.forget()
             job.run()
 
 
@@ -199,6 +200,7 @@ class Trainer(Job):
         self.log.open(
             stack, self.config, lines, about, step=self.step, total_steps=self.total_steps,
             total_tokens=schedule.total_tokens(self.config, self.data, self.total_steps),
+            is_unfinished=resumed.unfinished is not None,
         )  # fmt: skip
 
     def _about_this_start(self, resumed: Resumed) -> dict[str, Any]:

@@ -46,10 +46,10 @@ class RunLog:
 
     def open(
         self, stack: ExitStack, config: RunConfig, lines: list[Line], about: Mapping[str, Any], *,
-        step: int, total_steps: int, total_tokens: float | None = None,
+        step: int, total_steps: int, total_tokens: float | None = None, is_unfinished: bool = False,
     ) -> None:  # fmt: skip
         """Show `lines` and begin to write, after `step` steps; `stack` closes all of it. `about`: the history's record
-        of this start. `total_tokens`: those of all steps, about."""
+        of this start. `total_tokens`: those of all steps, about. `is_unfinished`: something is left to do of `step`."""
         room = self.folder.room
         replace(config.run_dir / "run.yaml", config.to_yaml().encode(), room=room)
         self.display = stack.enter_context(open_display(total_steps=total_steps, total_tokens=total_tokens, start=step))
@@ -65,7 +65,7 @@ class RunLog:
             self._samples = JsonLines(config.run_dir / "samples.jsonl", last_step=step, say=say, room=room)
         for sink in (*self._sinks, self._samples):
             stack.push(partial(_close_sink, sink))
-        if step < total_steps:
+        if step < total_steps or is_unfinished:
             self._history = history.Log(config.run_dir, say, room=room)
             self._history.write("start", step, **about, header=lines)
         self.folder.remember("run.yaml", record.NAME)
