@@ -22,6 +22,7 @@ from fivefold.training import checkpoints
 from fivefold.training import run as run_module
 from fivefold.training import step as step_module
 from tests.pool import run_ranks
+from tests.tiers import put_off
 from tests.training.bodies import Ran, column, run_dir, run_file, state
 
 pytestmark = pytest.mark.full
@@ -92,15 +93,14 @@ def layout(**degrees: int) -> dict[str, Any]:
     return {f"layout__{name}": size for name, size in ({"dp_shard": 1} | degrees).items()}
 
 
-@pytest.mark.parametrize(
-    "degrees", [{"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=["dp2", "dp2.shard2"]
-)
+@pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2}, put_off({"tp": 2}), put_off({"pp": 2})], ids=str)
 def test_a_step_that_one_replica_keeps_is_what_a_save_of_it_holds(degrees: dict[str, int], tmp_path: Path) -> None:
-    size = degrees["dp_replicate"] * degrees.get("dp_shard", 1)
-    nodes = [2 * rank // size for rank in range(size)]  # a replica each
+    inner = degrees.get("dp_shard", 1) * degrees.get("tp", 1)
+    size = 2 * inner * degrees.get("pp", 1)
+    nodes = [rank // inner % 2 for rank in range(size)]  # a replica each
     alone = run_file(tmp_path, run__name="alone", **KEYS)
     assert train(alone, [0], tmp_path / "none").error is None
-    tree = run_file(tmp_path, run__name="run", checkpoint__every=1, **KEYS, **layout(**degrees))
+    tree = run_file(tmp_path, run__name="run", checkpoint__every=1, **KEYS, **layout(dp_replicate=2, **degrees))
     memory = tmp_path / "memory"
     assert CUT_OFF in str(train(tree, nodes, memory, cut_at=5).error)
     saved = run_dir(tree) / "checkpoints" / step_folder(4)
