@@ -56,7 +56,7 @@ def keep(
     at = in_first_replica(state_of(model).placement)
     step = folder / step_folder(about.step)
     step.mkdir(mode=0o700, exist_ok=True)
-    with _beside(after, parameters[0][1].device):
+    with _beside(after):
         slices = list(collect(model, optimizer, at=at, parameters=parameters))
         size = sum(one.values.nbytes * (1 + one.values.is_cuda) for one in slices)
         if size > room:
@@ -95,11 +95,11 @@ def in_first_replica(placement: Placement) -> Placement:
     return replace(placement, rank=placement.rank - placement.coords.dp_replicate * ranks)
 
 
-def _beside(after: "torch.cuda.Event | None", device: torch.device) -> Any:
-    """Inside, work on a GPU waits for `after` alone."""
+def _beside(after: "torch.cuda.Event | None") -> Any:
+    """Inside, work on the GPU of `after`, in whatever thread, waits for it alone."""
     if after is None:
         return nullcontext()
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
     stream.wait_event(after)
     return torch.cuda.stream(stream)
 
