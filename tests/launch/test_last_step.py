@@ -64,8 +64,13 @@ def test_a_rank_that_waits_for_ever_keeps_its_step_at_the_word_of_the_launcher(t
     assert kept == [{"step": 1}]
 
 
-def test_nothing_is_kept_where_nothing_could_survive() -> None:
+def test_nothing_is_kept_where_nothing_could_survive(tmp_path: Path) -> None:
     last = LastStep()
     with last.kept_if_others_go("", Path("/nowhere/ready-0")):
         last.changes()
         last.changes()
+    kept: list[Row] = []
+    # The memory was removed: systemd does that when the user logs out.
+    with pytest.raises(RuntimeError), steps(kept).kept_if_others_go("", tmp_path / "gone" / "round" / "ready-0"):
+        raise CUT_OFF
+    assert not kept

@@ -16,8 +16,11 @@ import torch.distributed as dist
 
 from fivefold.checkpoint import step_folder
 from fivefold.config import RunConfig
+from fivefold.core import history
 from fivefold.core.kept_steps import KeptStep, MemoryOfNode, kept_in, newest_kept
+from fivefold.core.step_folders import steps
 from fivefold.launch.world import World
+from fivefold.parallel.dtensor import local
 from fivefold.training import checkpoints
 from fivefold.training import run as run_module
 from fivefold.training import step as step_module
@@ -31,10 +34,12 @@ CUT_OFF = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1
 
 
 def on_rank(
-    tree: Mapping[str, Any], node: Mapping[int, int], folder: Path, *, cut_at: int, kept: KeptStep, room: int
-) -> Ran:
+    tree: Mapping[str, Any], node: Mapping[int, int], folder: Path, *, cut_at: int, kept: KeptStep, room: int,
+    spoils: bool,
+) -> Ran:  # fmt: skip
     """Train on this rank, of node `node[rank]` with its memory in `folder`. `cut_at`: the step in whose gradients the
-    other ranks are gone; 0: none. `kept`: the step of round 1 to go on from. `room`: free bytes of memory."""
+    other ranks are gone; 0: none. `kept`: the step of round 1 to go on from. `room`: free bytes of memory. `spoils`:
+    numbers are not finite then."""
     config, rank, screen = RunConfig.model_validate(tree), dist.get_rank(), io.StringIO()
     config.run_dir.mkdir(parents=True, exist_ok=True)
     mine, number = node[rank], 2 if kept.step else 1
@@ -49,6 +54,8 @@ def on_rank(
         nonlocal cut_at
         cut_at -= 1
         if not cut_at:
+            if spoils:
+                local(next(model.parameters())).detach().fill_(float("nan"))
             raise RuntimeError(CUT_OFF)
         return plain(model)
 
@@ -66,10 +73,12 @@ def on_rank(
 
 
 def train(
-    tree: Any, nodes: list[int], folder: Path, *, cut_at: int = 0, kept: KeptStep | None = None, room: int = 2**30
-) -> Ran:
+    tree: Any, nodes: list[int], folder: Path, *, cut_at: int = 0, kept: KeptStep | None = None, room: int = 2**30,
+    spoils: bool = False,
+) -> Ran:  # fmt: skip
     """Train on a rank for each of `nodes`; what the first one saw."""
-    body = partial(on_rank, tree, dict(enumerate(nodes)), folder, cut_at=cut_at, kept=kept or KeptStep(), room=room)
+    here, kept = dict(enumerate(nodes)), kept or KeptStep()
+    body = partial(on_rank, tree, here, folder, cut_at=cut_at, kept=kept, room=room, spoils=spoils)
     return run_ranks(len(nodes), body)[0]
 
 
@@ -127,15 +136,22 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", ["each sends a shard", "a byte is flipped", "a file is gone", "no room"])
+@pytest.mark.parametrize(
+    "case", ["each sends a shard", "a byte is flipped", "a file is gone", "no room", "a full memory", "no disk"]
+)
 def test_nodes_send_each_other_what_they_lack_or_go_on_from_the_disk(case: str, apart: Path, tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     shutil.copytree(apart / "memory", memory)
     assert found(memory, 0).step == found(memory, 1).step == 0
     kept = found(memory, 0, 1)
     assert (kept.step, kept.holders) == (4, {0: 0, 1: 1})
-    file = memory / "node-1" / "round-000001" / step_folder(4) / "weight-00001.safetensors"
-    if case == "a byte is flipped":
+    here, other = (memory / f"node-{node}" / "round-000001" / step_folder(4) for node in (0, 1))
+    file = other / "weight-00001.safetensors"
+    if case == "each sends a shard":
+        here.with_name(step_folder(5)).mkdir()  # of a rank that was one ahead
+    elif case == "a full memory":
+        (other / ".part-00000.json").symlink_to("/dev/full")
+    elif case in ("a byte is flipped", "no disk"):
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
@@ -143,17 +159,36 @@ def test_nodes_send_each_other_what_they_lack_or_go_on_from_the_disk(case: str, 
         file.with_name("part-00001.json").unlink()
     tree = run_file(apart, run__name=case.replace(" ", "-"), checkpoint__every=3, **KEYS, **layout(dp_shard=2))
     shutil.copytree(apart / "run", run_dir(tree))
+    if case == "no disk":
+        shutil.rmtree(run_dir(tree) / "checkpoints")
     ran = train(tree, [0, 1], memory, kept=kept, room=10 if case == "no room" else 2**30)
     assert ran.error is None
-    start = 4 if case == "each sends a shard" else 3
-    assert f"step {start} of 6" in ran.screen and ("from memory" in ran.screen) == (start == 4)
+    start = {"each sends a shard": 4, "no disk": 0}.get(case, 3)
+    assert not start or f"step {start} of 6" in ran.screen
+    assert ("from memory" in ran.screen) == (start == 4)
     says = {"a byte is flipped": "not those that were saved", "a file is gone": "is gone", "no room": "no room for"}
-    assert says.get(case, "") in ran.screen and ("DAMAGED" in ran.screen) == (start == 3)
+    says |= {"a full memory": "No space left", "no disk": "not those that were saved"}
+    assert says.get(case, "") in ran.screen and ("DAMAGED" in ran.screen) == (start != 4)
     assert column(tree, "step") == [1, 2, 3, 4, 5, 6]
     assert not any(memory.glob("node-*/round-*/step-*"))
 
 
-def test_where_there_is_too_little_room_nothing_is_kept(tmp_path: Path) -> None:
-    tree = run_file(tmp_path, **KEYS, **layout(dp_replicate=2))
-    assert CUT_OFF in str(train(tree, [0, 1], tmp_path / "memory", cut_at=3, room=1000).error)
+@pytest.mark.parametrize("keys", [{"checkpoint__every": 4}, {"train__max_steps": 4}], ids=["due", "the last step"])
+def test_a_step_is_saved_if_the_nodes_have_changed_before_its_save(
+    keys: dict[str, int], apart: Path, tmp_path: Path
+) -> None:
+    memory = tmp_path / "memory"
+    shutil.copytree(apart / "memory", memory)
+    tree = run_file(apart, run__name=f"due-{next(iter(keys))}", **(KEYS | keys), **layout(dp_shard=2))
+    shutil.copytree(apart / "run", run_dir(tree))
+    assert train(tree, [0, 1], memory, kept=found(memory, 0, 1)).error is None
+    assert steps(run_dir(tree) / "checkpoints") == sorted({3, 4, tree["train"]["max_steps"]})
+    assert history.load(run_dir(tree)).starts[-1].how == "finished"
+
+
+@pytest.mark.parametrize("case", ["too little room", "not finite"])
+def test_what_cannot_be_gone_on_from_is_not_kept(case: str, tmp_path: Path) -> None:
+    tree, room = run_file(tmp_path, **KEYS, **layout(dp_replicate=2)), 1000 if case == "too little room" else 2**30
+    ran = train(tree, [0, 1], tmp_path / "memory", cut_at=3, room=room, spoils=case == "not finite")
+    assert CUT_OFF in str(ran.error)
     assert found(tmp_path / "memory", 0, 1) == KeptStep()

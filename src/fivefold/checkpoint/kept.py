@@ -6,6 +6,7 @@ nodes they come. Nodes exchange the files that they lack, and each makes the man
 of all of its replicas, which is checked by checksum before a step is chosen (`core/kept_steps.py`).
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,13 +24,23 @@ from fivefold.checkpoint.cut import OPTIMIZER, WEIGHT, file_of
 from fivefold.checkpoint.load import scalar_types
 from fivefold.checkpoint.manifest import NAME, Manifest
 from fivefold.checkpoint.records import Part
-from fivefold.checkpoint.save import Metadata, Snapshot, collect, manifest_of, scalars_of, types_of_all, write_part
+from fivefold.checkpoint.save import (
+    Metadata,
+    OwnedSlice,
+    Snapshot,
+    collect,
+    manifest_of,
+    scalars_of,
+    types_of_all,
+    write_part,
+)
 from fivefold.core.kept_steps import KeptStep, part_file
 from fivefold.core.step_folders import step_folder
 from fivefold.core.units import human_bytes
 from fivefold.parallel import plain
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.state import state_of
+from fivefold.torch_internals import magnitudes
 
 AT_ONCE = 2**26  # bytes of a file that are sent at once
 Parameters = Sequence[tuple[str, nn.Parameter]]
@@ -44,25 +55,26 @@ def is_replicated(model: nn.Module) -> bool:
 def keep(
     model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Parameters, about: Metadata, folder: Path, *,
     room: int, after: "torch.cuda.Event | None" = None, row: Mapping[str, Any] | None = None,
-) -> bool:  # fmt: skip
+) -> None:  # fmt: skip
     """Write what this rank holds to `folder`, without a word with other ranks, unless another one of this node has.
 
     `parameters`: those of the model, in whose places others may stand. `room`: bytes that may be written. `after`: on
     a GPU, what to wait for; a collective that never ends may be under way. `row`: metrics of the step.
-    Returns False if there is too little room. Raises `OSError`.
+    Raises `OSError`, also for too little room, and `ValueError` for numbers that are not finite.
     """
     at = in_first_replica(state_of(model).placement)
     step = folder / step_folder(about.step)
-    step.mkdir(mode=0o700, parents=True, exist_ok=True)
+    step.mkdir(mode=0o700, exist_ok=True)  # not its parents, which are private: who has removed them may be another
     with _beside(after):
         slices = list(collect(model, optimizer, at=at, parameters=parameters))
         size = sum(one.values.nbytes * (1 + one.values.is_cuda) for one in slices)
         if size > room:
-            return False
+            raise OSError(errno.ENOSPC, f"{human_bytes(size)} are needed, and {human_bytes(room)} may be taken", folder)
+        _check_finite(slices)
         try:
             os.close(os.open(step / f"claim-{at.rank:05d}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
-            return True
+            return
         slices = [replace(one, values=one.values.cpu()) for one in slices]
         scalars = scalars_of(model, optimizer, at=at, parameters=parameters)
         state = state_of(model)
@@ -75,7 +87,14 @@ def keep(
     unfinished = step / f".{part_file(at.rank)}"
     unfinished.write_text(json.dumps(told), encoding="utf-8")
     unfinished.replace(step / part_file(at.rank))
-    return True
+
+
+def _check_finite(slices: Iterable[OwnedSlice]) -> None:
+    """Raise `ValueError` for numbers that are not finite: what is saved on time has passed that check, too."""
+    for one in slices:
+        is_number = one.values.numel() and one.values.is_floating_point()
+        if is_number and not all(largest.isfinite() for largest in magnitudes([one.values])):
+            raise ValueError(f"{one.kind} of {one.name} is not finite")
 
 
 def in_first_replica(placement: Placement) -> Placement:
@@ -149,8 +168,8 @@ def _pass_on(
 ) -> None:
     """Send a file, or receive it if it is wanted, to its end whatever goes wrong here: the others wait for that."""
     is_sent, beside = source == dist.get_rank(), path.with_name(f".{path.name}")
-    with ExitStack() as stack:
-        opened: Any = None
+    opened: Any = None
+    with _noting(errors), ExitStack() as stack:  # what is closed is written
         with _noting(errors):
             if is_sent or is_wanted:
                 opened = stack.enter_context(path.open("rb") if is_sent else beside.open("wb"))

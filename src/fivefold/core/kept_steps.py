@@ -63,6 +63,8 @@ class MemoryOfNode:
         """Make the memory of the round before that of this one, if there is any. Nobody may use it in another way."""
         earlier = round_folder(Path(self.folder), self.before)
         if self.folder and earlier.is_dir():
+            for flag in earlier.glob("ready-*"):  # of ranks that were killed
+                flag.unlink()
             earlier.rename(self.here)
 
     @classmethod
@@ -116,9 +118,9 @@ def newest_kept(told: Sequence[str], *, round: int, newer_than: int) -> KeptStep
         for node, found in of_step:
             for part, sums in found["parts"].items():
                 copies.setdefault(int(part), []).append((node, sums))
-        if not copies or len(copies) < max(found["count"] for _, found in of_step):
-            continue
         if any(sums != held[0][1] for held in copies.values() for _, sums in held):
             return KeptStep(why=f"replicas differ at step {step}")
+        if not copies or len(copies) < max(found["count"] for _, found in of_step):
+            continue
         return KeptStep(step, {part: held[0][0] for part, held in sorted(copies.items())})
     return KeptStep()

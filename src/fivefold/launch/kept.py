@@ -45,7 +45,10 @@ class Memory:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that may be written to a folder in memory."""
-    found = os.statvfs(folder)
+    """Bytes that may be written to a folder in memory; 0 if it has been removed."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return 0
     there = room()
     return int(min(found.f_bavail * found.f_frsize, there.free if there else 2**62) * (1 - SPARE))

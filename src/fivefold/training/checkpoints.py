@@ -18,6 +18,7 @@ from fivefold.config import RunConfig
 from fivefold.core.best import STATE, Best
 from fivefold.core.errors import UserError
 from fivefold.core.kept_steps import MemoryOfNode
+from fivefold.core.step_folders import step_folder, steps
 from fivefold.data.prepare import PreparedData
 from fivefold.launch import rounds
 from fivefold.launch.kept import free_bytes
@@ -80,8 +81,7 @@ class CheckpointManager:
                 partial(self._where_to_go_on, config, passed), self._saver.group
             )
             if folder is None:
-                self._forget()
-                return Resumed()
+                return Resumed(damages=_told(passed))
             if where == IN_MEMORY:
                 folder = str(self.memory.step)
             opened = checkpoint.Checkpoint.described(Path(folder))
@@ -92,7 +92,6 @@ class CheckpointManager:
                 continue
             warmup_steps = opened.agreement.get(checkpoint.WARMUP)
             row = row_of(Path(folder), self.memory.kept) if where == IN_MEMORY else None
-            self._forget()
             self._log.folder.saved = opened.step if Path(folder).parent == self._directory else 0
             return Resumed(opened.step, opened.state, where, _told(passed), warmup_steps, row)
 
@@ -109,13 +108,14 @@ class CheckpointManager:
         why = complete(memory.step, memory.kept, names, node=memory.node, room=room, group=self._saver.group)
         return {IN_MEMORY: why} if why else {}
 
-    def _forget(self) -> None:
-        """Remove the step kept in memory, once all ranks have loaded it or another one."""
+    def forget(self) -> None:
+        """Remove what was kept in memory, once all ranks have loaded it or another step, and could keep it anew. Other
+        steps there are those of ranks that were one ahead: they will be done anew, and differ in the last bits."""
         if not self.memory.kept.step:
             return
         plain.everywhere(None, self._saver.group)
-        if self.memory.acts and self.memory.folder:
-            shutil.rmtree(self.memory.step, ignore_errors=True)
+        for step in steps(self.memory.here) if self.memory.acts and self.memory.folder else ():
+            shutil.rmtree(self.memory.here / step_folder(step), ignore_errors=True)
 
     # ---- when other nodes go -----------------------------------------------------------------------------------------
 

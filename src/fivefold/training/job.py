@@ -51,6 +51,7 @@ class Job:
     environment: Environment = field(default_factory=Environment)
     step: int = 0  # steps done
     start: int = 0  # steps done before this start
+    is_in_memory: bool = False  # this start went on from a step that no disk has
     tokens_seen: int = 0
     skipped: int = 0
     in_a_row: int = 0

@@ -73,12 +73,10 @@ class LastStep:
     def kept_if_others_go(self, folder: str, flag: Path) -> Iterator[None]:
         """Inside, the step is kept if a collective fails, or when the launcher ends the workers that meet in `folder`.
         `flag`: a file that is there as long as the launcher has to wait for it."""
-        if self._keep is None:
+        if self._keep is None or not _is_raised(flag):
             yield
             return
         self._note()
-        flag.parent.mkdir(mode=0o700, exist_ok=True)
-        flag.touch()
         ended = threading.Event()
         thread = threading.Thread(target=self._watch, args=(Path(folder) / ENDING, flag, ended), daemon=True)
         thread.start()
@@ -99,3 +97,14 @@ class LastStep:
                 self.try_to_keep()
                 flag.unlink(missing_ok=True)
                 return
+
+
+def _is_raised(flag: Path) -> bool:
+    """Raise it. False if the memory of the node cannot be written: nothing is kept, and the run goes on."""
+    try:
+        flag.parent.mkdir(mode=0o700, exist_ok=True)
+        flag.touch()
+    except OSError as error:
+        logging.getLogger(__name__).warning("no step is kept in memory: %s", error)
+        return False
+    return True

@@ -130,8 +130,8 @@ class _Node:
             if error.is_own and self._suffices_without(current, 1) and self._failed_alone(current):
                 times = f" {many(self._restarts, 'time')} without a new checkpoint" * (self._restarts > 1)
                 self._leave(current, f"left out: {error.what},{times} and on this node alone", error)
-        elif isinstance(error, Suspected) and self._config.train.leave_out:
-            self._memory.forget()  # it is of after the fault
+        self._memory.forget()  # it is of after the fault
+        if isinstance(error, Suspected) and self._config.train.leave_out:
             named = {current.node_of(rank) for rank in error.ranks}
             if self._suffices_without(current, len(named)):
                 if current.node in named:
@@ -168,6 +168,7 @@ class _Node:
         ranks = current.ranks(chosen["nodes"])
         if ranks is None:
             say(f"node {current.node + 1} of {len(current.members)} waits: {chosen['why']}")
+            self._memory.forget()
             while not self._meeting.news():
                 if self._meeting.has_ended():
                     raise Ended

@@ -42,7 +42,7 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance.runtime import configure
 from fivefold.parallel.state import state_of
 from fivefold.training import checks, header, metrics, preflight, record, reference, schedule, trial
-from fivefold.training.checkpoints import CheckpointManager, Resumed
+from fivefold.training.checkpoints import IN_MEMORY, CheckpointManager, Resumed
 from fivefold.training.distillation import teacher_of
 from fivefold.training.environment import Environment
 from fivefold.training.inputs import check_loss
@@ -94,6 +94,7 @@ def train(config: RunConfig, world: World, *, events: Events | None = None, memo
         stack.callback(gc.unfreeze)
         flag = job.keeper.memory.here / f"ready-{world.rank}"
         with job.stop.listening(), advised(config, world, data, job), job.last.kept_if_others_go(world.folder, flag):
+            job.keeper.forget()
             job.run()
 
 
@@ -151,6 +152,7 @@ class Trainer(Job):
         stack.callback(keeper.close)
         resumed = environment.resume(keeper, config)
         job.step = job.start = resumed.step
+        job.is_in_memory = resumed.where == IN_MEMORY
         job.config = config = schedule.settled(config, total_steps, before=resumed.warmup_steps)
         for name in COUNTED if resumed.where else ():
             setattr(job, name, resumed.state[name])
@@ -228,7 +230,11 @@ class Trainer(Job):
 
     def run(self) -> None:
         """Run steps until the end, then the last evaluation, checkpoint and sample; show what to type next."""
+        if self.is_in_memory and self._is_to_be_saved:  # the nodes have changed before the save of this step was done
+            self._check_state()
+            self.keeper.save(self.config, self.step, self._counted, self.best)
         if self._is_over:
+            self.keeper.finish()
             all_done = f"this run is finished: {self.step} of {self.total_steps} steps are done"
             self._close(self._why_stopped or all_done)
             return
@@ -259,7 +265,8 @@ class Trainer(Job):
             if self._due(self.config.eval.every) and self.data.validation:
                 self.last_eval, more = self._evaluate(self.data.validation)
                 row |= metrics.of_evaluation(self.last_eval, more)
-            is_best = self._due(self.config.eval.every) and self._compare(row)
+            if self._due(self.config.eval.every):
+                self._compare(row)
             if "eval/loss" in row and self.last_eval is not None:
                 self.log.display.evaluated(self.step, self.last_eval, self.best)
             self.last.stands(row if self._is_written(row) else None)
@@ -274,7 +281,7 @@ class Trainer(Job):
             if self._due(self.config.sample.every):
                 self.log.sampled(list(self.samples.draw(self.step)))
             leaves = update is not None and self._name_stragglers() and self._may_leave_out
-            if self._due(self.config.checkpoint.every) or self._is_over or is_best or result.stop or leaves:
+            if self._is_to_be_saved or result.stop or leaves:
                 if not update:
                     self._check_state()
                 self.keeper.save(self.config, self.step, self._counted, self.best)
@@ -301,6 +308,12 @@ class Trainer(Job):
         return self.step >= self.total_steps or bool(self._why_stopped)
 
     @property
+    def _is_to_be_saved(self) -> bool:
+        """True after the steps of `checkpoint.every`, the last one and the best ones."""
+        is_best = self.step in self.best.steps[: self.config.checkpoint.keep_best]
+        return self._due(self.config.checkpoint.every) or self._is_over or is_best
+
+    @property
     def _why_stopped(self) -> str | None:
         """The reason of an early stop; None if there is none, or if all steps are done."""
         stop = self.config.eval.stop
@@ -313,13 +326,12 @@ class Trainer(Job):
         place = self.step * self.config.train.global_batch_size
         return {name: getattr(self, name) for name in COUNTED} | dict(self.data.train.position(place))
 
-    def _compare(self, row: dict[str, Any]) -> bool:
-        """Compare this validation with those before, and add the best one to `row`. True if its step is to be kept.
-        The metric, and so the answer, is the same on all ranks."""
+    def _compare(self, row: dict[str, Any]) -> None:
+        """Compare this validation with those before, and add the best one to `row`. The metric, and so the answer, is
+        the same on all ranks."""
         self.best = self.best.after(self.step, row.get(self.best.metric), min_delta=self.config.eval.stop.min_delta)
         if self.best.step is not None:
             row |= {"eval/best": self.best.value, "eval/best_step": self.best.step}
-        return self.step in self.best.steps[: self.config.checkpoint.keep_best]
 
     @property
     def _is_to_stop(self) -> bool:

@@ -64,7 +64,7 @@ class RunLog:
             self._samples = JsonLines(config.run_dir / "samples.jsonl", last_step=step, say=say, room=room)
         for sink in (*self._sinks, self._samples):
             stack.push(partial(_close_sink, sink))
-        if step < total_steps:
+        if step < total_steps or row:
             self._history = history.Log(config.run_dir, say, room=room)
             self._history.write("start", step, **about, header=lines)
         self.folder.remember("run.yaml", record.NAME)
