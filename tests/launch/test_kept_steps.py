@@ -30,8 +30,8 @@ def test_a_step_without_all_of_its_parts_is_not_one() -> None:
     assert step("{}", told((5, zero | one))) == (5, {0: 1, 1: 1})
     differ = newest_kept([told((5, zero | one)), told((5, {"0": {"weight": "c"}}))], round=7, newer_than=0)
     assert (differ.step, differ.why) == (0, "replicas differ at step 5")
-    ahead = newest_kept([told((6, zero), (5, zero | one)), told((6, {"0": {"weight": "c"}}))], round=7, newer_than=0)
-    assert ahead.why == "replicas differ at step 6"  # though it is not whole
+    newer = [told((6, zero), (5, zero | one)), told((6, {"0": {"weight": "c"}}))]
+    assert newest_kept(newer, round=7, newer_than=0).why == "replicas differ at step 6"  # though it is not whole
 
 
 def test_the_memory_of_a_request() -> None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,8 +17,11 @@ import torch.distributed as dist
 
 from fivefold.checkpoint import step_folder
 from fivefold.config import RunConfig
+from fivefold.core import history
 from fivefold.core.kept_steps import KeptStep, MemoryOfNode, kept_in, newest_kept
+from fivefold.core.step_folders import steps
 from fivefold.launch.world import World
+from fivefold.parallel.dtensor import local
 from fivefold.training import checkpoints
 from fivefold.training import run as run_module
 from fivefold.training import step as step_module
@@ -28,6 +32,9 @@ from tests.training.bodies import Ran, column, run_dir, run_file, state
 pytestmark = pytest.mark.full
 
 KEYS: dict[str, Any] = {"train__micro_batch_size": 1, "train__max_steps": 6, "checkpoint__async": False}
+PLACES: dict[str, tuple[Any, str]] = {
+    "in an update": (step_module, "clip_"), "evaluation": (run_module, "mean_loss"),
+}  # fmt: skip
 CUT_OFF = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:29500"
 
 
@@ -42,8 +49,8 @@ def on_rank(
     room: int,
 ) -> Ran:
     """Train on this rank, of node `node[rank]` with its memory in `folder`. `cut_at`: the step or the evaluation
-    `within` which the other ranks are gone; 0: none. `kept`: the step of round 1 to go on from. `room`: free bytes of
-    memory."""
+    `within` which (see `PLACES`) the other ranks are gone; 0: none. `kept`: the step of round 1 to go on from. `room`:
+    free bytes of memory."""
     config, rank, screen = RunConfig.model_validate(tree), dist.get_rank(), io.StringIO()
     config.run_dir.mkdir(parents=True, exist_ok=True)
     mine, number = node[rank], 2 if kept.step else 1
@@ -52,12 +59,14 @@ def on_rank(
         acts=rank == min(other for other in node if node[other] == mine),
     )  # fmt: skip
     Path(memory.folder).mkdir(parents=True, exist_ok=True)
-    place = (step_module, "_squared_norms") if within == "step" else (run_module, "mean_loss")
+    place = PLACES.get(within, (step_module, "_squared_norms"))
     plain = getattr(*place)
 
     def cut(*args: Any) -> Any:
         nonlocal cut_at
         cut_at -= 1
+        if not cut_at and within == "not finite":
+            local(next(args[0].parameters())).detach().fill_(nan)
         if not cut_at:
             raise RuntimeError(CUT_OFF)
         return plain(*args)
@@ -171,10 +180,22 @@ def test_nodes_send_each_other_what_they_lack_or_go_on_from_the_disk(case: str, 
     assert not any(memory.glob("node-*/round-*/step-*"))
 
 
-def test_where_there_is_too_little_room_nothing_is_kept(tmp_path: Path) -> None:
-    tree = run_file(tmp_path, **KEYS, **layout(dp_replicate=2))
-    assert CUT_OFF in str(train(tree, [0, 1], tmp_path / "memory", cut_at=3, room=1000).error)
+@pytest.mark.parametrize("case", ["too little room", "not finite", "in an update"])
+def test_what_cannot_be_gone_on_from_is_not_kept(case: str, tmp_path: Path) -> None:
+    tree, room = run_file(tmp_path, **KEYS, **layout(dp_replicate=2)), 1000 if case == "too little room" else 2**30
+    ran = train(tree, [0, 1], tmp_path / "memory", cut_at=3, within=case, room=room)
+    assert CUT_OFF in str(ran.error)
     assert found(tmp_path / "memory", 0, 1) == KeptStep()
+
+
+@pytest.mark.parametrize("keys", [{"checkpoint__every": 4}, {"train__max_steps": 4}], ids=["due", "the last step"])
+def test_a_step_that_was_to_be_saved_is_saved_first(keys: dict[str, int], apart: Path, tmp_path: Path) -> None:
+    shutil.copytree(apart / "memory", memory := tmp_path / "memory")
+    tree = run_file(apart, run__name=f"due-{next(iter(keys))}", **(KEYS | keys), **layout(dp_shard=2))
+    shutil.copytree(apart / "run", run_dir(tree))
+    assert train(tree, [0, 1], memory, kept=found(memory, 0, 1)).error is None
+    assert steps(run_dir(tree) / "checkpoints") == sorted({3, 4, tree["train"]["max_steps"]})
+    assert history.load(run_dir(tree)).starts[-1].how == "finished"
 
 
 @pytest.mark.parametrize("number", [2, 3], ids=["step 4 of 6", "the last step"])
