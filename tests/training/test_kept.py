@@ -31,15 +31,18 @@ pytestmark = pytest.mark.full
 
 KEYS: dict[str, Any] = {"train__micro_batch_size": 1, "train__max_steps": 6, "checkpoint__async": False}
 CUT_OFF = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:29500"
+PLACES: dict[str, tuple[Any, str]] = {
+    "in an update": (step_module, "clip_"), "in an evaluation": (run_module, "mean_loss")
+}  # fmt: skip
 
 
 def on_rank(
     tree: Mapping[str, Any], node: Mapping[int, int], folder: Path, *, cut_at: int, kept: KeptStep, room: int,
-    spoils: bool,
+    case: str,
 ) -> Ran:  # fmt: skip
     """Train on this rank, of node `node[rank]` with its memory in `folder`. `cut_at`: the step in whose gradients the
-    other ranks are gone; 0: none. `kept`: the step of round 1 to go on from. `room`: free bytes of memory. `spoils`:
-    numbers are not finite then."""
+    other ranks are gone, or where `case` says; 0: none. `kept`: the step of round 1 to go on from. `room`: free bytes
+    of memory."""
     config, rank, screen = RunConfig.model_validate(tree), dist.get_rank(), io.StringIO()
     config.run_dir.mkdir(parents=True, exist_ok=True)
     mine, number = node[rank], 2 if kept.step else 1
@@ -48,19 +51,20 @@ def on_rank(
         acts=rank == min(other for other in node if node[other] == mine),
     )  # fmt: skip
     Path(memory.folder).mkdir(parents=True, exist_ok=True)
-    plain = step_module._squared_norms
+    module, name = PLACES.get(case, (step_module, "_squared_norms"))
+    plain = getattr(module, name)
 
-    def squared_norms(model: Any) -> Any:
+    def cut(model: Any, *args: Any) -> Any:
         nonlocal cut_at
         cut_at -= 1
+        if case == "not finite" and not cut_at:
+            local(next(model.parameters())).detach().fill_(float("nan"))
         if not cut_at:
-            if spoils:
-                local(next(model.parameters())).detach().fill_(float("nan"))
             raise RuntimeError(CUT_OFF)
-        return plain(model)
+        return plain(model, *args)
 
     with (
-        patch.object(step_module, "_squared_norms", squared_norms),
+        patch.object(module, name, cut),
         patch.object(checkpoints, "free_bytes", lambda _: room),
         redirect_stdout(screen),
     ):
@@ -74,11 +78,11 @@ def on_rank(
 
 def train(
     tree: Any, nodes: list[int], folder: Path, *, cut_at: int = 0, kept: KeptStep | None = None, room: int = 2**30,
-    spoils: bool = False,
+    case: str = "",
 ) -> Ran:  # fmt: skip
     """Train on a rank for each of `nodes`; what the first one saw."""
     here, kept = dict(enumerate(nodes)), kept or KeptStep()
-    body = partial(on_rank, tree, here, folder, cut_at=cut_at, kept=kept, room=room, spoils=spoils)
+    body = partial(on_rank, tree, here, folder, cut_at=cut_at, kept=kept, room=room, case=case)
     return run_ranks(len(nodes), body)[0]
 
 
@@ -186,9 +190,10 @@ def test_a_step_is_saved_if_the_nodes_have_changed_before_its_save(
     assert history.load(run_dir(tree)).starts[-1].how == "finished"
 
 
-@pytest.mark.parametrize("case", ["too little room", "not finite"])
+@pytest.mark.parametrize("case", ["too little room", "not finite", "in an update", "in an evaluation"])
 def test_what_cannot_be_gone_on_from_is_not_kept(case: str, tmp_path: Path) -> None:
-    tree, room = run_file(tmp_path, **KEYS, **layout(dp_replicate=2)), 1000 if case == "too little room" else 2**30
-    ran = train(tree, [0, 1], tmp_path / "memory", cut_at=3, room=room, spoils=case == "not finite")
+    keys = KEYS | ({"eval__every": 1, "data__validation": 0.2} if case == "in an evaluation" else {})
+    tree, room = run_file(tmp_path, **keys, **layout(dp_replicate=2)), 1000 if case == "too little room" else 2**30
+    ran = train(tree, [0, 1], tmp_path / "memory", cut_at=3, room=room, case=case)
     assert CUT_OFF in str(ran.error)
     assert found(tmp_path / "memory", 0, 1) == KeptStep()
