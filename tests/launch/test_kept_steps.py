@@ -1,11 +1,26 @@
-"""Which step the nodes go on from, of those that they keep in memory."""
+"""Which step the nodes go on from, of those that they keep in memory, and who is waited for until it is there."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
+
+from fivefold.checkpoint.kept import in_first_replica
+from fivefold.config import load_config
 from fivefold.core.kept_steps import KeptStep, MemoryOfNode, newest_kept
+from fivefold.launch import processes
+from fivefold.launch.failure import Suspected, WorkerDied
+from fivefold.launch.kept import Memory
+from fivefold.launch.nodes import Member
+from fivefold.parallel.layout import Layout
+from fivefold.parallel.placement import Placement
+from fivefold.parallel.ranks import RankGrid
+from fivefold.training import nodes
 
 
 def test_a_step_without_all_of_its_parts_is_not_one() -> None:
@@ -39,3 +54,60 @@ def test_the_memory_of_a_request() -> None:
     request = {"folder": "/x", "node": 1, "before": 6, "kept": asdict(memory.kept)}
     assert MemoryOfNode.of_request(json.loads(json.dumps(request)), round=7, acts=True) == memory
     assert MemoryOfNode.of_request(None, round=7, acts=True) == MemoryOfNode()
+
+
+def test_a_part_is_that_of_the_first_replica() -> None:
+    grid = RankGrid(Layout.parse("dp2.shard2.cp2.tp2.pp2"))
+    for rank in range(grid.world):
+        here = Placement(cast(Any, None), grid.layout, rank, grid, {}, cast(Any, None), {})
+        assert in_first_replica(here).coords == replace(here.coords, dp_replicate=0)
+
+
+@pytest.mark.parametrize(
+    ("writes", "until"), [(0.0, 2.0), (5.0, 5.0), (1e9, processes.WRITE_SECONDS)], ids=["none", "one", "a stopped one"]
+)
+def test_a_worker_that_writes_its_step_is_waited_for(
+    writes: float, until: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, sent, asked = 0.0, list[signal.Signals](), set[int]()
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now))
+
+    class Crew(processes.Workers):
+        running = cast(Any, property(lambda self: [] if signal.SIGKILL in sent else [1]))
+
+        def send(self, number: signal.Signals, ranks: Sequence[int]) -> None:
+            sent.append(number)
+
+        def _listen(self, seconds: float = 0) -> None:
+            nonlocal now
+            now += seconds
+
+    def awaits(ranks: Sequence[int]) -> bool:
+        asked.update(ranks)
+        return now < writes
+
+    crew = Crew("", count=2)
+    crew.first, crew.awaits = 4, awaits
+    crew.end(grace=2.0)
+    assert now == pytest.approx(until, abs=0.2) and sent == [signal.SIGTERM, signal.SIGKILL] and asked == {5}
+
+
+def test_the_memory_of_a_launcher(tmp_path: Path) -> None:
+    """It is forgotten with a fault that the checks have found, and ends with the launcher."""
+    members, leaves = [Member("a", 1, 1), Member("a", 2, 1)], "train.leave_out=true"
+    current: Any = SimpleNamespace(
+        node=0, members=members, node_of=lambda rank: rank, blame=lambda _: None, blamed=lambda: []
+    )
+    config = load_config(None, [f"run.dir={tmp_path}", "train.nodes=1:2", leaves])
+    with Memory(tmp_path) as memory:
+        meeting: Any = SimpleNamespace(spare=0)
+        node = nodes._Node(config, cast(Any, None), meeting, 1, lambda settled, *_: settled, None, {}, memory)
+        assert memory.folder is not None
+        older, kept = (memory.folder / f"round-00000{number}" for number in (6, 7))
+        older.mkdir(), kept.mkdir()
+        (kept / "ready-3").touch()
+        assert memory.is_awaited(7, [2, 3]) and not memory.is_awaited(7, [2]) and not memory.is_awaited(6, [3])
+        memory.forget(but=7)
+        assert node._survived(WorkerDied("rank 0 was killed"), current) and kept.exists() and not older.exists()
+        assert node._survived(Suspected("rank 1 is wrong", ranks=[1]), current) is None and not kept.exists()
+    assert not any(tmp_path.glob("fivefold-memory-*"))
