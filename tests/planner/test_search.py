@@ -80,6 +80,28 @@ def test_collectives_are_those_of_the_plan(every: int) -> None:
         assert sent <= {step.transfer_call.bytes}, str(layout)
 
 
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("llama", ("shard16+hpz8", "shard16+hier8", "shard8.tp2+hpz4+hier4", "pp2.shard8+interleaved+v2+hpz4+hier4")),
+        ("llama", ("shard16+qwz", "shard16+qgz", "dp2.shard8+hier4+qwz+qgz+zero2", "shard16+hpz8+hier8+qwz+qgz")),
+        ("llama", ("dp2.shard8+outer50", "dp4.shard4+hpz2+outer50")),
+        ("mixtral", ("shard16.ep2+hpz8+hier8+qwz+qgz", "shard8.tp2.ep4+hpz4", "shard16.ep4+hier4")),
+    ],
+)  # fmt: skip
+def test_keys_of_slow_links_are_planned_as_they_run(family: str, words: tuple[str, ...]) -> None:
+    """No search sets them: what they send and keep, of a layout that a user gives. Of the losses and norms of replicas
+    that train apart, which all ranks sum, the planner counts one."""
+    beside = ("pp", "world")
+    for text in words:
+        step, plan, shape = plan_and_step(prices(family, "2x8xH100"), Layout.parse(text), 0)
+        sent = [call for call in calls(plan, shape) if call.axis not in beside]
+        assert summed(call for call in step.calls(0) if call.axis not in beside) == summed(sent), text
+        planned, items = step_bytes(plan, shape).by_kind, step.memory_of(0).items()
+        found = {item: size for item, size in items if item not in (*OUTSIDE, MATMULS)}
+        assert found == pytest.approx(planned, rel=0, abs=0.5), text
+
+
 # ---- which layouts there are -----------------------------------------------------------------------------------------
 
 

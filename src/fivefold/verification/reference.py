@@ -26,6 +26,7 @@ from fivefold.data.batch import Piece
 from fivefold.models import hf_internals
 from fivefold.models.experts import router_buffers
 from fivefold.parallel.adapters import by_hand as adapter_by_hand
+from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.balance.runtime import movable_biases
 from fivefold.parallel.fp8 import by_hand as matmuls_by_hand
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, master_dtype
@@ -70,7 +71,7 @@ class Reference:
         elif self.codes_gathers:  # with the master's buffers, such as the scale of an embedding
             self.model = copy.deepcopy(self.master)
         self.loss = loss_at(case.loss) if case.loss else None
-        self.layout, self.facts = layout, plan.facts if plan is not None else None
+        self.layout, self.facts = layout, adapted(plan.facts, case.adapter) if plan is not None else None
         self.reductions = wire_by_hand.Reductions(self.master, {})  # of the current batch
         self.scales = matmuls_by_hand.put(self.model, plan) if plan else []
         factor = case.capacity_factor

@@ -27,7 +27,7 @@ def sent(weight: Tensor, dtype: torch.dtype) -> Tensor:
     if not length:
         return cast
     blocks = cast.cpu().to(torch.float64 if dtype == torch.float64 else torch.float32).numpy().reshape(-1, length)
-    step = np.max(np.abs(blocks), axis=1, keepdims=True) / 127
+    step = np.max(np.abs(blocks), axis=1, keepdims=True) / (127 + 2**-12)
     codes = np.rint(np.divide(blocks, step, out=np.zeros_like(blocks), where=step > 0))
     return torch.from_numpy(codes * step).view(weight.shape).to(dtype).to(weight.device)
 

@@ -4,7 +4,7 @@ A block is a part of a row of the whole parameter (`block_length`), so that no l
 a weight is the same under all of them. Vectors, and rows without blocks, are sent as they are. What a rank sends to
 another:
 
-    scales    one for each block, in fp32 (fp64 where that is computed in): the largest magnitude / 127
+    scales    one for each block, in fp32 (fp64 where that is computed in): the largest magnitude / 127 (`STEPS`)
     others    parameters without blocks, in the dtype of what is coded
     codes     int8
 """
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 MOST, TINY = 127, torch.finfo(torch.float32).tiny  # in place of the scale of a block of zeros
+# What the largest magnitude of a block becomes. Half of it, which sums of a few coarse numbers often are, is then no
+# tie that the last bit of a sum decides, and so the order of that sum.
+STEPS = MOST + 2**-12
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Int8Wire:
                 others.append(own.contiguous())
                 continue
             blocks = own.reshape(len(own), -1, part.block).to(wide)
-            scale = blocks.abs().amax(2, keepdim=True) / MOST
+            scale = blocks.abs().amax(2, keepdim=True) / STEPS
             blocks = blocks / scale.clamp(min=TINY)
             codes.append(blocks.round_().clamp_(-MOST, MOST).to(torch.int8).view(len(own), -1))
             scales.append(scale.view(len(own), -1))
