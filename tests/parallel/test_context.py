@@ -1,5 +1,6 @@
 """Context parallelism: which tokens a rank has, attention by every method, and what a layout with cp computes."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -158,9 +159,15 @@ def test_of_whole_rows_a_ring_sends_three_quarters_and_of_documents_between_edge
     assert sent == [(ring - 1) * 12 * ring * 3 // 4, 0, 0]
 
 
-def test_a_window_lessens_what_a_ring_is_declared_to_send() -> None:
-    """By hand, of rank 1 of 4, with chunks 1 and 6 of 8192 tokens: a layer with a window of 4096 and one without."""
+@pytest.mark.parametrize("is_chunk", [False, True], ids=["window", "chunk"])
+def test_a_window_lessens_what_a_ring_is_declared_to_send(is_chunk: bool) -> None:
+    """By hand, of rank 1 of 4, with chunks 1 and 6 of 8192 tokens: a layer with a window of 4096 and one without.
+    Attention within 4096 tokens of a document crosses no edge in whole rows, but documents that are not known may begin
+    anywhere."""
     facts = facts_of_config("gemma-2-9b")
+    if is_chunk:
+        of_chunks = {name: replace(each, window=None, chunk=each.window) for name, each in facts.attends.items()}
+        facts = replace(facts, attends=of_chunks)
     plan = lower(facts, Layout.parse("cp4+ring"), 1)
     token = 2 * 8 * 256 * 2  # bytes of keys and values
     for micro_batches in (1, 3):

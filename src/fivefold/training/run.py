@@ -424,9 +424,9 @@ class Trainer(Job):
 
     def _stop_if_diverged(self, why: str) -> None:
         """Raise `RunFailed` after `MAX_SKIPPED` skipped steps in a row; `why`: what the user's own loss did."""
-        if self.in_a_row == MAX_SKIPPED:
+        if self.in_a_row >= MAX_SKIPPED:  # more, if nodes changed before this was asked
             raise RunFailed(
-                f"{MAX_SKIPPED} steps in a row without a finite loss and gradient, the last at step {self.step}"
+                f"{self.in_a_row} steps in a row without a finite loss and gradient, the last at step {self.step}"
                 f"{why and f': {why}'}",
                 fix="lower optimizer.learning_rate or lengthen scheduler.warmup_steps; "
                 f"the rows of step {self.step} are the first to look at",

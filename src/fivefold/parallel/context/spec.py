@@ -48,6 +48,8 @@ def _ring(step: Step, axis: str, site: str, size: int, tokens: Tokens, heads: At
     plan, layer = step.plan, step.layer_of(site)
     rank = plan.placement.coords.cp // plan.cp_method.ulysses
     length = sum(stop - start for blocks in tokens for start, stop in blocks)
+    if not step.shape.documents:  # chunks count from where documents begin, which may be anywhere: at most as a window
+        heads = replace(heads, window=heads.window or heads.chunk, chunk=None)
     for part, edges, rows in _by_documents(step, length):
         for hop in hops(SharedRows(tokens, edges, heads.window, heads.chunk), rank):
             for kind, back, pieces in (("send", "recv", hop.sent), ("recv", "send", hop.received)):
