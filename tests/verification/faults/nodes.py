@@ -73,8 +73,9 @@ def own_shard_is_not_rounded() -> Any:
     plain = Gather.__call__
 
     def gathered(self: Gather, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool) -> None:
+        own = input_tensor.clone()  # of FSDP a view of its place in `output_tensor`
         plain(self, output_tensor, input_tensor, group, async_op)
-        output_tensor.view(group.size(), -1)[group.rank()].copy_(input_tensor)
+        output_tensor.view(group.size(), -1)[group.rank()].copy_(own)
 
     return patch.object(Gather, "__call__", gathered)
 
