@@ -126,6 +126,23 @@ def choice(config: RunConfig, *members: Member, least: int = 1) -> dict[str, Any
     return cast(dict[str, Any], json.loads(node._choice(members)))
 
 
+def test_a_node_whose_workers_would_import_first_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """It joins once they start at once."""
+    order = list[str]()
+
+    def join(_: int) -> None:
+        order.append("joins")
+        raise UserError("enough")
+
+    crew, meeting = SimpleNamespace(count=1, import_first=lambda: order.append("imports")), SimpleNamespace(join=join)
+    node = nodes._Node(
+        load_config(None, []), cast(Any, crew), cast(Any, meeting), 1, cast(Any, None), None, {}, Memory()
+    )
+    with pytest.raises(UserError, match="enough"):
+        node.train()
+    assert order == ["imports", "joins"]
+
+
 def test_as_many_nodes_train_as_the_batch_allows(tmp_path: Path) -> None:
     keys = [f"run.dir={tmp_path}", "train.global_batch_size=8", "train.micro_batch_size=1", "train.nodes=1:4"]
     config = load_config(None, keys)
@@ -329,7 +346,7 @@ def outcomes(
     config.run_dir.mkdir()
     monkeypatch.setattr(nodes, "check_model", lambda *_, **__: None)
     monkeypatch.setattr(nodes, "start_workers", lambda crew, *_, logs, patience, others: crew.body(others))
-    crews = [SimpleNamespace(count=1, body=body) for body in bodies]
+    crews = [SimpleNamespace(count=1, body=body, import_first=lambda: None) for body in bodies]
     meetings = two_meetings(config.run_dir, monkeypatch, least=1)
 
     def train(crew: Any, meeting: Meeting) -> str:

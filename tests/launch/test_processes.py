@@ -179,7 +179,19 @@ def test_workers_are_forked_where_standard_output_is_closed(tmp_path: Path) -> N
     )  # fmt: skip
     os.close(theirs)
     with os.fdopen(reports) as told:
-        assert json.loads(told.read().splitlines()[-1]) == [0, 3]
+        lines = [*map(json.loads, told.read().splitlines())]
+        assert lines[0] == [] and lines[-1] == [0, 3]
+
+
+@pytest.mark.full
+def test_imports_are_waited_for_but_not_of_a_process_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", PATHS)
+    for is_killed in (False, True):
+        with Workers("tests.launch.shell:run", count=1) as crew:
+            if is_killed:
+                os.kill(crew.server, signal.SIGKILL)
+            crew.import_first()
+            assert crew._has_imported != is_killed
 
 
 @pytest.mark.full

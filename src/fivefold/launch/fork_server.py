@@ -6,8 +6,8 @@ It runs none of that code before the fork. Forking a process started by Python c
 and a GPU.
 
 Standard input carries one line of JSON per start: `{"request": FILE, "places": [the environment of each rank],
-"unseen": true if nobody reads standard output}`. The descriptor REPORTS receives the process ids, then `[rank, exit
-code]` per exit.
+"unseen": true if nobody reads standard output}`. The descriptor REPORTS receives `[]` once the modules are imported,
+and for each start the process ids, then `[rank, exit code]` per exit.
 """
 
 import signal
@@ -38,6 +38,7 @@ def serve(body: str, reports: int) -> None:
     with warnings.catch_warnings(record=True) as warned, suppress(Exception):
         worker.imported(body.partition(":")[0])  # a failure here repeats in the worker, which reports it
     os.environ[LAUNCHER] = str(os.getpid())
+    _report(reports, [])
     for line in sys.stdin:
         start, ranks = json.loads(line), dict[int, int]()
         if start["unseen"]:  # nobody reads the standard output that it shares with the launcher

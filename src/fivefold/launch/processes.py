@@ -62,8 +62,14 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self._close()
 
+    def import_first(self) -> None:
+        """Wait until the workers' modules are imported: from then on they start at once."""
+        while not self._has_imported and self._server.poll() is None:
+            self._listen(PAUSE_SECONDS)
+
     def _open(self) -> None:
         """Start the forking process."""
+        self._has_imported = False
         self._reports, theirs = os.pipe()
         os.set_blocking(self._reports, False)
         self._heard = select.poll()  # `select` is limited to descriptors below 1024, and the caller may have more open
@@ -185,7 +191,9 @@ class Workers:
             return
         told = os.read(self._reports, _PIPE_BYTES)  # lines are written whole, and a pipe holds no more than this
         for numbers in map(json.loads, told.splitlines()):
-            if self.ids:
+            if not numbers:
+                self._has_imported = True
+            elif self.ids:
                 self._codes[numbers[0]] = numbers[1]
             else:
                 self.ids = numbers

@@ -103,6 +103,7 @@ class _Node:
     def train(self) -> None:
         """Go from round to round until the run is done. Raises `Ended` if it was done without this node."""
         death: WorkerDied | None = None
+        self._crew.import_first()  # the others train on meanwhile
         while True:
             current = None
             try:
