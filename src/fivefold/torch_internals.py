@@ -33,7 +33,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from math import inf
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
@@ -878,6 +878,13 @@ def spare_nodes(rendezvous: Any) -> int:
     return len(state.wait_list | state.redundancy_list)
 
 
+def look_often(rendezvous: Any, *, every: float) -> None:
+    """Let this process look for changes of a rendezvous every so many seconds; torch does each second."""
+    elastic = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    assign(elastic, _delay=lambda seconds: sleep(every))
+    assign(rendezvous._state_holder, _cache_duration=every)
+
+
 def forget_state(rendezvous: Any) -> None:
     """Let the next look at a rendezvous read its state, whenever it was last read."""
     assign(rendezvous._state_holder, _last_sync_time=-1)
@@ -975,9 +982,10 @@ _NEEDED: Mapping[str, str] = {
     "distributed.distributed_c10d": "_get_default_store _resolve_process_group _set_pg_timeout",
     "distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler": "_heartbeat_lock _op_executor "
     "_state_holder",
-    "distributed.elastic.rendezvous.dynamic_rendezvous": "_Action _NodeDesc _RendezvousState",
+    "distributed.elastic.rendezvous.dynamic_rendezvous": "_Action _NodeDesc _RendezvousState _delay",
     "distributed.elastic.rendezvous.dynamic_rendezvous._NodeDesc": "addr pid",
-    "distributed.elastic.rendezvous.dynamic_rendezvous._BackendRendezvousStateHolder": "_last_sync_time",
+    "distributed.elastic.rendezvous.dynamic_rendezvous._BackendRendezvousStateHolder": "_cache_duration "
+    "_last_sync_time",
     "distributed.elastic.rendezvous.dynamic_rendezvous._RendezvousState": "closed deadline last_heartbeats "
     "participants redundancy_list round wait_list",
     "distributed.tensor.DTensor": "_local_tensor _spec",

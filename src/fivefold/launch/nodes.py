@@ -43,6 +43,7 @@ from fivefold.launch.world import NodeRanks
 from fivefold.torch_internals import (
     close_rendezvous,
     forget_state,
+    look_often,
     new_rendezvous,
     participants,
     rendezvous_of_json,
@@ -54,6 +55,7 @@ from fivefold.torch_internals import (
 FOLDER = ".nodes"
 LAST_CALL = timedelta(seconds=1)  # time for further nodes to come once the least number of them is there
 HEARTBEAT, MISSED = 1, 10  # seconds between a node's signs of life, and how many may be missing
+LOOK = 0.2  # seconds between two looks at who is there
 _PAUSE = 0.05  # seconds between two looks at what the others have said
 _OWN = 0o600
 _SIOCGIFADDR = 0x8915
@@ -164,6 +166,7 @@ class Meeting:
             timeout=RendezvousTimeout(join=timedelta(seconds=timeout), last_call=LAST_CALL),
             keep_alive_interval=HEARTBEAT, keep_alive_max_attempt=MISSED,
         )  # fmt: skip
+        look_often(self._rendezvous, every=LOOK)
 
     def join(self, workers: int) -> Round:
         """Wait for the next round, with `workers` workers of this node.
