@@ -161,22 +161,19 @@ def link(cluster: Cluster, tier: str, found: Sequence[Collective]) -> Table:
 
 
 def apart(cluster: Cluster, found: Sequence[Collective]) -> float:
-    """Fit `Link.apart` to collectives over groups of one rank of each node: of the parts of the bandwidth that one of
-    them implies, the one with the smallest relative errors of all. `cluster`: with the link that was fitted."""
+    """Fit `Link.apart` to collectives over groups of one rank of each node: the median of the parts of the bandwidth
+    that large messages imply, whose bytes take longer than their hops. `cluster`: with the link that was fitted."""
     ranks = range(0, cluster.world, cluster.devices_per_node)
 
     def priced(**link: float) -> list[float]:
         there = _with_link(cluster, "between", meet_us=0.0, **link)
         return [_of(there, ranks, sample) for sample in found]
 
-    alone, whole = priced(gbs=1e9, fraction=1.0), priced(apart=1.0)
-    implied = [(whole[at] - alone[at]) / max(took - alone[at], took / 10) for at, (*_, took) in enumerate(found)]
-    taken = np.array([sample[-1] for sample in found])
-
-    def error(part: float) -> float:
-        return float(np.abs(np.array(priced(apart=part)) / taken - 1).sum())
-
-    return _short(min(implied, key=error))
+    samples = zip(found, priced(gbs=1e9, fraction=1.0), priced(apart=1.0), strict=True)
+    implied = [
+        (whole - alone) / max(took - alone, took / 10) for (*_, took), alone, whole in samples if whole > 2 * alone
+    ]
+    return _short(median(implied)) if implied else 1.0
 
 
 def _with_link(cluster: Cluster, tier: str, **fields: float) -> Cluster:
