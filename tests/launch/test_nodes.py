@@ -455,6 +455,17 @@ def check_parity(tree: dict[str, Any], alone: dict[str, Any]) -> None:
     assert column(tree, "train/loss") == pytest.approx(column(alone, "train/loss"), rel=1e-4)
 
 
+def said_by_the_one_that_is_left(tree: Any) -> str:
+    """Train on two nodes of which the second is killed after step 8."""
+    with started(tree, 2) as (both, _):
+        _wait(lambda: _last(run_dir(tree)) >= 8 or any(node.process.poll() is not None for node in both))
+        both[1].kill()
+        code = both[0].process.wait(60)
+        said = both[0].log.read_text()
+    assert code == 0, said
+    return said
+
+
 def file_of(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
     keys: dict[str, Any] = {"train__check_every": 1, "checkpoint__every": 5, "layout__dp_shard": -1}
     return run_file(folder, run__name=name, **keys | changes)
@@ -466,12 +477,7 @@ def test_a_run_goes_on_without_a_node_that_was_killed(tmp_path: Path) -> None:
     steps = 40
     alone = file_of(tmp_path, "alone", train__max_steps=steps)
     tree = file_of(tmp_path, "run", train__max_steps=steps, train__nodes="1:2")
-    with started(tree, 2) as (both, _):
-        _wait(lambda: _last(run_dir(tree)) >= 8 or any(node.process.poll() is not None for node in both))
-        both[1].kill()
-        code = both[0].process.wait(60)
-        said = both[0].log.read_text()
-    assert code == 0, said
+    said = said_by_the_one_that_is_left(tree)
     assert "node 1 of 2: rank 0 of 2" in said or "node 2 of 2: rank 1 of 2" in said
     assert "2 → 1 nodes: without" in said and "node 1 of 1: rank 0 of 1" in said
     assert "goes on from the checkpoint of step" in said and "in memory" not in said
@@ -487,12 +493,7 @@ def test_no_step_is_lost_where_the_other_nodes_hold_all_of_it(tmp_path: Path) ->
     steps, replicas = 30, {"layout__dp_replicate": -1, "layout__dp_shard": 1, "checkpoint__every": 1000}
     alone = file_of(tmp_path, "alone", train__max_steps=steps)
     tree = file_of(tmp_path, "run", train__max_steps=steps, train__nodes="1:2", **replicas)
-    with started(tree, 2) as (both, _):
-        _wait(lambda: _last(run_dir(tree)) >= 8 or any(node.process.poll() is not None for node in both))
-        both[1].kill()
-        code = both[0].process.wait(60)
-        said = both[0].log.read_text()
-    assert code == 0, said
+    said_by_the_one_that_is_left(tree)
     event = history.load(run_dir(tree)).events[-1]
     first, second = history.load(run_dir(tree)).starts[-2:]
     assert event.kind == "nodes" and f"goes on from step {second.step} in memory" in event.what

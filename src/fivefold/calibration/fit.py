@@ -167,7 +167,7 @@ def apart(cluster: Cluster, found: Sequence[Collective]) -> float:
 
     def priced(**link: float) -> list[float]:
         there = _with_link(cluster, "between", meet_us=0.0, **link)
-        return [_of(there, ranks, sample) for sample in found]
+        return [_seconds(there, ranks, sample) for sample in found]
 
     samples = zip(found, priced(gbs=1e9, fraction=1.0), priced(apart=1.0), strict=True)
     implied = [
@@ -184,10 +184,11 @@ def _with_link(cluster: Cluster, tier: str, **fields: float) -> Cluster:
 def _priced(cluster: Cluster, tier: str, of: Collective) -> float:
     """Price a collective right after another, when all ranks are there."""
     ranks = range(cluster.world if tier == "between" else cluster.devices_per_node)
-    return _of(_with_link(cluster, tier, meet_us=0.0), ranks, of)
+    return _seconds(_with_link(cluster, tier, meet_us=0.0), ranks, of)
 
 
-def _of(cluster: Cluster, ranks: range, of: Collective) -> float:
+def _seconds(cluster: Cluster, ranks: range, of: Collective) -> float:
+    """Price a collective over these ranks."""
     kind, size, _ = of
     return seconds(cluster, cluster.tier_of(ranks), Call(axis="", kind=kind, bytes=size, phase="forward"))
 
