@@ -11,8 +11,8 @@ A node is a `fivefold train` with its workers; a kill is SIGKILL to all of its p
     memory      the same with copies on each node and no checkpoint: no step is done twice
     kills       random nodes are killed and started again, 4 -> 2 -> 3 -> 4 nodes: every step once, over the rows of the
                 order (the ledger of rows is compared at every step), with the curve of the run left alone
-    goodput     2 nodes, one killed every 60 s on average and started again at once: the steps that count, as a part of
-                those of a run left alone in the same time
+    goodput     2 nodes, one killed every 60 s on average, at random times, and started again at once: the steps that
+                count, as a part of those of a run left alone in the same time
 """
 
 import argparse
@@ -148,27 +148,28 @@ def kills(folder: Path, places: list[str], count: int) -> dict[str, Any]:
 
 
 def goodput(folder: Path, places: list[str], seconds: float) -> dict[str, Any]:
-    """Kill a random one of two nodes every `EVERY` seconds on average and start it again. Compare the steps that count
-    with those of a run left alone for a third of the time."""
-    rng, killed, settings = random.Random(2), 0, (*SMALL, "checkpoint.every=5", "train.max_steps=1M")
+    """Kill a random one of two nodes at random times, one for every `EVERY` seconds, and start it again. Compare the
+    steps that count with those of a run left alone for a third of the time."""
+    rng, settings = random.Random(2), (*SMALL, "checkpoint.every=5", "train.max_steps=1M")
+    times = sorted(rng.uniform(0, seconds) for _ in range(round(seconds / EVERY)))
     rates = []
     for name, share in (("alone", 1 / 3), ("goodput", 1.0)):
         with Run(folder, name, "1:2", places, *settings) as run:
             run.start(0), run.start(1)
             run.wait(lambda run=run: run.nodes == 2)  # type: ignore[misc]
             began, first = time.monotonic(), run.step
-            next_kill = rng.expovariate(1 / EVERY) if share == 1 else float("inf")
+            left = list(times) if share == 1 else []
             while (now := time.monotonic() - began) < share * seconds:
-                if now >= next_kill:
+                if left and now >= left[0]:
+                    left.pop(0)
                     node = rng.choice(run.there)
                     run.kill(node, wait=False)
                     run.start(node)
-                    killed, next_kill = killed + 1, next_kill + rng.expovariate(1 / EVERY)
                 time.sleep(0.1)
             rates.append((run.step - first) / now)
     part = rates[1] / rates[0]
     return {
-        "ok": part >= 0.9, "goodput": round(part, 3), "kills": killed, "seconds": round(seconds),
+        "ok": part >= 0.9, "goodput": round(part, 3), "kills": len(times), "seconds": round(seconds),
         "steps_per_second": {"alone": round(rates[0], 2), "killed": round(rates[1], 2)},
     }  # fmt: skip
 
