@@ -12,20 +12,54 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.parallel import shared_memory
+from fivefold.parallel import direct, shared_memory
+from fivefold.torch_internals import carried_by
 from fivefold.training import flight
 
 CHUNK = shared_memory._CHUNK
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+_is_direct = False  # whether groups exchange directly, in place of shared memory
+
+
+def directly(body: str, *arguments: Any) -> Any:
+    """Run a function of this module with ranks that each take the others to be on another machine."""
+    global _is_direct
+    kept, direct._machine = direct._machine, lambda: str(dist.get_rank())
+    _is_direct = True
+    try:
+        return globals()[body](*arguments)
+    finally:
+        direct._machine, _is_direct = kept, False
+
+
 def group_of(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
     """A new group whose ranks share memory."""
     group = dist.new_group(ranks)
     assert isinstance(group, dist.ProcessGroup)
+    if _is_direct:
+        direct.connect(group)
+        assert isinstance(carried_by(group), direct.Direct)
+        return group
     shared_memory.connect(group)
     assert shared_memory.is_connected(group), shared_memory.lacks()
     return group
+
+
+def who_is_direct() -> list[bool]:
+    """Whether a group is that has each rank on a machine of its own, two on one, and each alone with the switch."""
+    found = []
+    for machines, switch in (([0, 1, 2], ""), ([0, 1, 0], ""), ([0, 1, 2], "gloo")):
+        kept, direct._machine = direct._machine, lambda machines=machines: str(machines[dist.get_rank()])
+        os.environ[shared_memory.SWITCH] = switch
+        group = dist.new_group()
+        assert isinstance(group, dist.ProcessGroup)
+        direct.connect(group)
+        direct._machine = kept
+        del os.environ[shared_memory.SWITCH]
+        found.append(isinstance(carried_by(group), direct.Direct))
+    return found
 
 
 def given(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

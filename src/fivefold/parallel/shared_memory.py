@@ -71,7 +71,7 @@ class _Call(ctypes.Structure):
 
 def lacks() -> str:
     """Return why processes of this machine do not share memory; "" if they do. The first call may compile it (1 s)."""
-    if _switch() == "gloo":
+    if is_off():
         return f"{SWITCH} is gloo"
     if not can_carry():
         return "this torch leaves collectives to its backends alone"
@@ -79,6 +79,11 @@ def lacks() -> str:
         return f"{_FOLDER} is not there, or not to be written"
     found = _library()
     return found if isinstance(found, str) else ""
+
+
+def is_off() -> bool:
+    """True if the environment leaves all collectives to gloo."""
+    return _switch() == "gloo"
 
 
 def _switch() -> str:
@@ -123,7 +128,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 def is_connected(group: dist.ProcessGroup | None) -> bool:
     """True if a segment carries the group's collectives."""
-    return group is not None and carried_by(group) is not None
+    return group is not None and isinstance(carried_by(group), Channel)
 
 
 def connect(group: dist.ProcessGroup) -> None:
@@ -135,7 +140,7 @@ def connect(group: dist.ProcessGroup) -> None:
     if _switch() not in ("", "gloo"):
         raise UserError(f"{SWITCH}={os.environ[SWITCH]} is no transport", fix=f"{SWITCH}=gloo, or leave it out")
     timeout = cpu_timeout(group) if can_carry() else None
-    if timeout is None or not 1 < group.size() <= _MOST_RANKS or is_connected(group):
+    if timeout is None or not 1 < group.size() <= _MOST_RANKS or carried_by(group):
         return
     channel = _agreed(group, timeout)
     if channel is not None:
@@ -415,15 +420,22 @@ def entries(*, only_active: bool = False) -> Iterator[dict[str, Any]]:
         for sent in found:
             is_done = bool(sent.call.is_done)
             if not (is_done and only_active):
-                yield {
-                    "record_id": f"{channel.name[0]}:{sent.number}",
-                    "pg_id": channel.name[0],
-                    "process_group": list(channel.name),
-                    "profiling_name": f"shm:{str(sent).partition(' ')[0]}",
-                    "is_p2p": False,
-                    "retired": is_done,
-                    "state": "completed" if is_done else "started",
-                    "input_sizes": [list(sent.shape)],
-                    "op_id": sent.number,
-                    "time_created_ns": sent.began,
-                }
+                yield entry(channel.name, sent.number, f"shm:{_NAMES[sent.call.kind]}", sent.shape, sent.began, is_done)
+
+
+def entry(
+    group: tuple[str, str], number: int, name: str, shape: Sequence[int], began: int, is_done: bool
+) -> dict[str, Any]:
+    """A collective as PyTorch's flight recorder writes it. `began`: ns since the epoch."""
+    return {
+        "record_id": f"{group[0]}:{number}",
+        "pg_id": group[0],
+        "process_group": list(group),
+        "profiling_name": name,
+        "is_p2p": False,
+        "retired": is_done,
+        "state": "completed" if is_done else "started",
+        "input_sizes": [list(shape)],
+        "op_id": number,
+        "time_created_ns": began,
+    }
