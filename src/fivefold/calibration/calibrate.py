@@ -113,7 +113,7 @@ def _rows(mine: Cluster, table: Cluster) -> Iterator[Measured]:
     yield row("until ranks have met, us", lambda fit: fit.node.inside.meet_us)
     if mine.nodes > 1:
         yield row("links between nodes, of a device, GB/s", lambda fit: fit.node.between.bytes_per_second / 1e9)
-        yield row("of that, groups of one rank a node", lambda fit: fit.node.between.apart)
+        yield row("of that, groups of one rank a node", lambda fit: fit.node.between.one_per_node)
         yield row("a hop between nodes, us", lambda fit: fit.node.between.latency_us)
         yield row("until ranks of all nodes have met, us", lambda fit: fit.node.between.meet_us)
 

@@ -52,8 +52,8 @@ def fitted(cluster: Cluster, found: Sequence[Found]) -> Table:
             node[tier] = link(cluster, tier, collectives)
             node[tier] |= {"meet_us": _short(meeting * 1e6)} if chip.is_host else {}
             cluster = _with_link(cluster, tier, **{key: value for key, value in node[tier].items() if key != "meet_us"})
-    if all_at_once.apart and cluster.devices_per_node > 1:
-        node["between"]["apart"] = apart(cluster, all_at_once.apart)
+    if all_at_once.one_per_node and cluster.devices_per_node > 1:
+        node["between"]["one_per_node"] = one_per_node(cluster, all_at_once.one_per_node)
     return {"chip": fields, "node": node}
 
 
@@ -81,7 +81,7 @@ def _joined(found: Sequence[Found]) -> Found:
         meeting=max(one.meeting for one in found),
         between=each((one.between for one in found), max),
         meeting_between=max(one.meeting_between for one in found),
-        apart=each((one.apart for one in found), max),
+        one_per_node=each((one.one_per_node for one in found), max),
     )
 
 
@@ -160,16 +160,17 @@ def link(cluster: Cluster, tier: str, found: Sequence[Collective]) -> Table:
     return {**_rate("gbs", "fraction", table, 1 / inverse), "latency_us": _short(latency), **decay}
 
 
-def apart(cluster: Cluster, found: Sequence[Collective]) -> float:
-    """Fit `Link.apart` to collectives over groups of one rank of each node: the median of the parts of the bandwidth
-    that large messages imply, whose bytes take longer than their hops. `cluster`: with the link that was fitted."""
+def one_per_node(cluster: Cluster, found: Sequence[Collective]) -> float:
+    """Fit `Link.one_per_node` to collectives over groups of one rank of each node: the median of the factors of the
+    bandwidth that large messages imply, whose bytes take longer than their hops. `cluster`: with the link that was
+    fitted."""
     ranks = range(0, cluster.world, cluster.devices_per_node)
 
     def priced(**link: float) -> list[float]:
         there = _with_link(cluster, "between", meet_us=0.0, **link)
         return [_seconds(there, ranks, sample) for sample in found]
 
-    samples = zip(found, priced(gbs=1e9, fraction=1.0), priced(apart=1.0), strict=True)
+    samples = zip(found, priced(gbs=1e9, fraction=1.0), priced(one_per_node=1.0), strict=True)
     implied = [
         (whole - alone) / max(took - alone, took / 10) for (*_, took), alone, whole in samples if whole > 2 * alone
     ]

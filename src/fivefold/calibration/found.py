@@ -43,8 +43,8 @@ class Found:
     seconds of an operation. `memory`, `context`: bytes of the device, and those taken before anything is allocated.
     `host`: bytes a second to host memory, each way; 0 on a CPU. `meeting`: additional seconds of a collective between
     computations, compared with one right after another, on a CPU. `collectives` are those of a node's ranks;
-    `between` and `meeting_between` those of all ranks of several nodes; `apart` are those of groups of one rank of each
-    node, all at once."""
+    `between` and `meeting_between` those of all ranks of several nodes; `one_per_node` are those of groups of one
+    rank of each node, all at once."""
 
     matmuls: list[Matmul]
     attention: list[Attention]
@@ -57,7 +57,7 @@ class Found:
     meeting: float = 0.0
     between: list[Collective] = field(default_factory=list)
     meeting_between: float = 0.0
-    apart: list[Collective] = field(default_factory=list)
+    one_per_node: list[Collective] = field(default_factory=list)
 
     @staticmethod
     def of_json(values: Mapping[str, Any]) -> "Found":

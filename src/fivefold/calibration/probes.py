@@ -26,7 +26,6 @@ from fivefold.training.peak_memory import resident
 BLOCKS = 5  # of repeats
 CHAIN = 64  # operations of one autograd graph
 HEAD = 64  # features of a head
-LATE = 0.003  # seconds: ranks on CPUs reach a collective milliseconds apart
 
 
 def on_rank(request: Mapping[str, Any], world: World) -> Any:
@@ -36,8 +35,8 @@ def on_rank(request: Mapping[str, Any], world: World) -> Any:
     device = torch.device(world.device)
     memory, context = _memory(device, world)
     timer = Timer(device, sizes.seconds)
-    node, apart = _groups(world)
-    for group in filter(None, (node, apart, dist.group.WORLD)):
+    node, place = _groups(world)
+    for group in filter(None, (node, place, dist.group.WORLD)):
         connect(group)  # as training does
     meets = device.type == "cpu"
     found = Found(
@@ -50,9 +49,9 @@ def on_rank(request: Mapping[str, Any], world: World) -> Any:
         context=context,
         host=_host(timer, sizes.traffic) if device.type == "cuda" else 0.0,
         meeting=_meeting(timer, sizes, node) if meets else 0.0,
-        between=list(_collectives(timer, sizes.messages, dist.group.WORLD, world.local_size)) if apart else [],
-        meeting_between=_meeting(timer, sizes, dist.group.WORLD) if apart and meets else 0.0,
-        apart=list(_collectives(timer, sizes.messages, apart, late=LATE if meets else 0.0)),
+        between=list(_collectives(timer, sizes.messages, dist.group.WORLD, sends=False)) if place else [],
+        meeting_between=_meeting(timer, sizes, dist.group.WORLD) if place and meets else 0.0,
+        one_per_node=list(_collectives(timer, sizes.messages, place)),
     )
     ranks = plain.everywhere(asdict(found)) if world.size > 1 else [asdict(found)]
     return {"local_size": world.local_size, "ranks": ranks} if world.is_first else None
@@ -66,7 +65,8 @@ def _groups(world: World) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup |
     nodes, None if there are no others."""
     if world.size == 1:
         return None, None
-    firsts, places = (plain.everywhere(each) for each in (world.rank - world.local_rank, world.local_rank))
+    everywhere = plain.everywhere([world.rank - world.local_rank, world.local_rank])
+    firsts, places = [[one[at] for one in everywhere] for at in (0, 1)]
     if len({*firsts}) == 1:
         return dist.group.WORLD, None
 
@@ -181,32 +181,21 @@ def _launch(timer: Timer) -> float:
 
 
 def _collectives(
-    timer: Timer, messages: tuple[int, ...], group: dist.ProcessGroup | None, far: int = 1, late: float = 0.0
+    timer: Timer, messages: tuple[int, ...], group: dist.ProcessGroup | None, *, sends: bool = True
 ) -> Iterator[Collective]:
-    """Time training's collectives, over a group. Bytes are of the larger buffer, or of what a rank sends. `far`: how
-    many ranks on is the one that a rank sends to. `late`: seconds that every second rank comes later, which are not
-    counted: with gloo its permission to send then waits behind what it sends itself, so that two ranks take turns."""
+    """Time training's collectives, over a group. Bytes are of the larger buffer, or of what a rank sends. `sends`: time
+    those, too: between nodes, a rank sends to one with its own place in another node."""
     if group is None or group.size() == 1:
         return
-    behind = late * (group.rank() % 2) if late else 0.0
     for size in messages:
-        for kind, whole, issue in issues(timer.device, size, group.size(), group, far):
-            dist.barrier()
-            yield kind, whole, timer.seconds(_after(behind, issue), together=True) - late
-
-
-def _after(seconds: float, issue: Callable[[], object]) -> Callable[[], object]:
-    """`issue` so many seconds later."""
-
-    def later() -> None:
-        time.sleep(seconds)
-        issue()
-
-    return later if seconds else issue
+        for kind, whole, issue in issues(timer.device, size, group.size(), group):
+            if sends or kind != "send":
+                dist.barrier()
+                yield kind, whole, timer.seconds(issue, together=True)
 
 
 def issues(
-    device: torch.device, size: int, ranks: int, group: dist.ProcessGroup | None = None, far: int = 1
+    device: torch.device, size: int, ranks: int, group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[str, int, Callable[[], object]]]:
     """Each kind of collective of about `size` bytes over a group of `ranks` (None: the world): its name, its bytes, and
     a function that issues it."""
@@ -218,7 +207,7 @@ def issues(
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
-        "send": lambda: _pass_on(whole, other, group, far),
+        "send": lambda: _pass_on(whole, other, group),
     }
     yield from ((kind, whole.numel() * 4, issue) for kind, issue in work.items())
 
@@ -239,12 +228,11 @@ def _meeting(timer: Timer, sizes: Sizes, group: dist.ProcessGroup | None) -> flo
     return max(0.0, median(found))
 
 
-def _pass_on(mine: torch.Tensor, theirs: torch.Tensor, group: dist.ProcessGroup | None, far: int) -> None:
-    """Send to the rank of a group that is `far` ranks on, while receiving from the one as far before. With as many as a
-    node has, all of its ranks send over its link at once, as stages of a pipeline do."""
+def _pass_on(mine: torch.Tensor, theirs: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Send to the next rank of a group, while receiving from the one before."""
     ranks = dist.get_process_group_ranks(group)
     at = ranks.index(dist.get_rank())
-    after, before = ranks[(at + far) % len(ranks)], ranks[at - far]
+    after, before = ranks[(at + 1) % len(ranks)], ranks[at - 1]
     sends = [dist.P2POp(dist.irecv, theirs, before, group), dist.P2POp(dist.isend, mine, after, group)]
     for pending in dist.batch_isend_irecv(sends):
         pending.wait()

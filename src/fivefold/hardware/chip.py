@@ -26,8 +26,8 @@ _DEFAULTS = {
     "doubt": 1.0, "slack": 0, "host_scale": 1.0, "attention_fraction": 0.5, "tile": [128, 256], "tile_fill": 64,
     "node": {
         "domain_devices": 0, "cores": 0, "chips": [],
-        "inside": {"decay": 0, "rails": 0, "meet_us": 0, "apart": 1.0},
-        "between": {"decay": 0, "rails": 0, "meet_us": 0, "apart": 1.0},
+        "inside": {"decay": 0, "rails": 0, "meet_us": 0, "one_per_node": 1.0},
+        "between": {"decay": 0, "rails": 0, "meet_us": 0, "one_per_node": 1.0},
         # Llama 3 (arXiv 2407.21783): 2 TB/s sustained for its 2,048 nodes.
         "storage": {"gbs": 1.0, "shared_gbs": 2000.0},
         "failure": {
@@ -74,8 +74,8 @@ class Link:
     collective reaches. `latency_us`: of one hop of a ring. `decay`: exponent p: a ring through nodes carries at most
     what links inside a node carry, times nodes^-p; 0 for a non-blocking fabric. `rails`: how many devices' links of a
     node one ring can use; 0 for all of them. `meet_us`: extra time of a collective until the last rank has arrived and
-    all have woken up. `apart`: between nodes, the part of this bandwidth that each device has where groups of one rank
-    of each node send all at once, as those of HSDP's replicas do: gloo's two ranks take turns on their connection.
+    all have woken up. `one_per_node`: between nodes, the bandwidth of each device in groups of one rank of each node,
+    which all send at once, as a factor of the others': HSDP's replicas and pipelines are such groups.
     """
 
     kind: str
@@ -85,7 +85,7 @@ class Link:
     decay: float
     rails: int = 0
     meet_us: float = 0.0
-    apart: float = 1.0
+    one_per_node: float = 1.0
 
     @property
     def bytes_per_second(self) -> float:

@@ -114,7 +114,7 @@ class Cluster:
         a_node = Counter(rank // self.domain for rank in ranks)
         link, per_node = self.node.inside if len(a_node) == 1 else self.node.between, max(a_node.values())
         if len(a_node) > 1 == per_node:
-            link = replace(link, fraction=link.fraction * link.apart)
+            link = replace(link, fraction=link.fraction * link.one_per_node)
         return Span(link, nodes=len(a_node), per_node=per_node)
 
 
