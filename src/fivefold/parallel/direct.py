@@ -68,8 +68,10 @@ class Direct:
     def all_gather(self, output: Tensor, given: Tensor) -> "Exchange | None":
         if self._size > 2 or output.dtype != given.dtype or output.numel() != given.numel() * self._size:
             return None
-        parts = given.new_empty(self._size, given.numel())
-        return self._begin("all_gather", parts, [_flat(given)] * self._size, lambda: _put(parts, output))
+        own = output.data_ptr() + self._rank * given.nbytes
+        into = _memory(output, apart=given.data_ptr() == own or not _share(output, given))
+        parts = into.view(self._size, -1)
+        return self._begin("all_gather", parts, [_flat(given)] * self._size, lambda: _put(into, output))
 
     def reduce_scatter(self, output: Tensor, given: Tensor, how: int) -> "Exchange | None":
         if not _reduces(given, how) or output.dtype != given.dtype or given.numel() != output.numel() * self._size:
@@ -91,7 +93,7 @@ class Direct:
         incoming, outgoing = _numbers(output, received, self._size), _numbers(given, sent, self._size)
         if output.dtype != given.dtype or incoming is None or outgoing is None:
             return None  # gloo says what is wrong with it
-        into = output.new_empty(output.numel())
+        into = _memory(output, apart=not _share(output, given))
         parts = torch.split(into, incoming), torch.split(_flat(given), outgoing)
         return self._begin("all_to_all", *parts, lambda: _put(into, output))
 
@@ -165,9 +167,18 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1)
 
 
+def _share(output: Tensor, given: Tensor) -> bool:
+    return output.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+
+
+def _memory(output: Tensor, *, apart: bool) -> Tensor:
+    """Memory to receive in, flat: the output's own if it lies in one piece, `apart` from what is sent."""
+    return output.detach().view(-1) if apart and output.is_contiguous() else output.new_empty(output.numel())
+
+
 @torch.no_grad()
 def _put(found: Tensor, into: Tensor) -> None:
-    into.copy_(found.view(into.shape))
+    into.copy_(found.view(into.shape))  # nothing if they are the same memory
 
 
 def _reduces(tensor: Tensor, how: int) -> bool:

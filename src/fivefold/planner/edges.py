@@ -105,6 +105,8 @@ def transfer_call(prices: Prices) -> Call:
 
 
 def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
-    """Seconds to send hidden states from one pipeline rank to the next."""
-    span = price_list.span(Axis(pp, price_list.cluster.world // pp))
-    return seconds(price_list.cluster, span, transfer_call(prices)) if pp > 1 else 0.0
+    """Seconds to send hidden states from one pipeline rank to the next. Devices that share cores compute slowly, until
+    `crowded` speeds a whole span up; a network between nodes gets no faster by it, so its seconds are that much more."""
+    cluster, span = price_list.cluster, price_list.span(Axis(pp, price_list.cluster.world // pp))
+    took = seconds(cluster, span, transfer_call(prices)) if pp > 1 else 0.0
+    return took * cluster.crowding if span.nodes > 1 else took

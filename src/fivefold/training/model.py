@@ -88,12 +88,15 @@ def load_source(config: RunConfig, model: PreTrainedModel, facts: ModelFacts) ->
 
 
 def compile_pays(config: RunConfig, costs: Costs, data: PreparedData, world: World, total_steps: int) -> bool:
-    """Decide `train.compile: auto`: True on a GPU; on a CPU if the run is long and a C++ compiler is installed."""
+    """Decide `train.compile: auto`: True on a GPU; on a CPU if the run is long, none of its nodes is missing, whose
+    return would end this start, and a C++ compiler is installed."""
     if config.train.compile != "auto":
         return config.train.compile
     if world.device != "cpu":
         return True
     if shutil.which("g++") is None and shutil.which("clang++") is None:
+        return False
+    if config.train.node_range and world.nodes < config.train.node_range[1]:
         return False
     tokens = data.train.tokens_per_row * config.train.global_batch_size * total_steps
     return costs.per_token * tokens / (CPU_FLOPS * world.size) > PAYS_AFTER_SECONDS
