@@ -48,11 +48,12 @@ def group_of(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
 
 
 def who_is_direct() -> list[bool]:
-    """Whether a group is that has each rank on a machine of its own, two on one, and each alone with the switch."""
+    """Whether a group is that has each rank on a machine of its own, two on one, and each alone with the switch on the
+    first of them."""
     found = []
     for machines, switch in (([0, 1, 2], ""), ([0, 1, 0], ""), ([0, 1, 2], "gloo")):
         kept, direct._machine = direct._machine, lambda machines=machines: str(machines[dist.get_rank()])
-        os.environ[shared_memory.SWITCH] = switch
+        os.environ[shared_memory.SWITCH] = switch if dist.get_rank() == 0 else ""
         group = dist.new_group()
         assert isinstance(group, dist.ProcessGroup)
         direct.connect(group)

@@ -42,9 +42,10 @@ _TAGS, _FIRST_TAG = 2**20, 2**24  # numbers of exchanges, and the first: those o
 def connect(group: dist.ProcessGroup) -> None:
     """Let the ranks of a gloo group exchange directly, if each is on a machine of its own. All of them call this."""
     is_gloo = can_carry() and cpu_timeout(group) is not None and carried_by(group) is None
-    if not is_gloo or group.size() == 1 or shared_memory.is_off():
+    if not is_gloo or group.size() == 1:
         return
-    if len({*plain.everywhere(_machine(), group)}) == group.size():
+    machines = {*plain.everywhere("" if shared_memory.is_off() else _machine(), group)}
+    if len(machines - {""}) == group.size():
         carry(group, Direct(group))
 
 

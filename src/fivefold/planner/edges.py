@@ -105,8 +105,8 @@ def transfer_call(prices: Prices) -> Call:
 
 
 def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
-    """Seconds to send hidden states from one pipeline rank to the next. Devices that share cores compute slowly, until
-    `crowded` speeds a whole span up; a network between nodes gets no faster by it, so its seconds are that much more."""
+    """Seconds to send hidden states from one pipeline rank to the next. Where devices share cores, `crowded` speeds up
+    a whole span, but not the network between nodes: its seconds are that much more before."""
     cluster, span = price_list.cluster, price_list.span(Axis(pp, price_list.cluster.world // pp))
     took = seconds(cluster, span, transfer_call(prices)) if pp > 1 else 0.0
     return took * cluster.crowding if span.nodes > 1 else took
