@@ -6,9 +6,9 @@
 
 The nodes are two network namespaces of this machine, with two ranks each and a pair of virtual Ethernet devices
 between them, which `tc ... tbf` limits in both directions. Ranks of a node share memory, and each node has a /dev/shm
-of its own. Under each limit the ranks first measure themselves as `fivefold calibrate --nodes` does, and then train as
-`fivefold train` does, layout after layout. The planner knows what was calibrated, and that two ranks share a core; it
-is not fitted to any step.
+of its own. Under each limit the ranks measure themselves as `fivefold calibrate --nodes` does, train as `fivefold train`
+does, layout after layout, and measure themselves again: the speed of a machine wavers. A plan is the mean of those with
+each of the two files. The planner knows these, and that two ranks share a core; it is not fitted to any step.
 
 - **MB a node sends** in a step are counted by the device: headers included.
 - **waits** is what the limit adds: seconds of a step beyond those of the same layout without one.
@@ -175,8 +175,9 @@ def run_rank(local: int, node: int, args: argparse.Namespace) -> None:
         if local == 0:
             limit(rate)
         dist.barrier()
-        hardware[rate] = calibrated(world)
+        before = calibrated(world)
         rows += [trained(layout, rate, world, args) for layout in args.layouts.split(",")]
+        hardware[rate] = before, calibrated(world)
         if world.is_first:
             print(*(json.dumps(row) for row in rows if row["rate"] == rate), sep="\n", flush=True)
     if world.is_first:
@@ -246,8 +247,9 @@ def config_of(model: Path, layout: str, steps: int, folder: Path) -> Any:
 # ---- the planner -----------------------------------------------------------------------------------------------------
 
 
-def with_plans(rows: list[Row], hardware: dict[str, str]) -> dict[str, Any]:
-    """The rows with the planner's seconds, and the layout that the planner chooses under each rate."""
+def with_plans(rows: list[Row], hardware: dict[str, list[str]]) -> dict[str, Any]:
+    """The rows with the planner's seconds, and the layout that the planner chooses under each rate, as it was first
+    calibrated."""
     from transformers import LlamaConfig
 
     from fivefold.hardware.cluster import Cluster
@@ -260,21 +262,22 @@ def with_plans(rows: list[Row], hardware: dict[str, str]) -> dict[str, Any]:
 
     facts, cores = facts_of(build_meta(LlamaConfig(**LLAMA))), len(os.sched_getaffinity(0))
 
-    def priced(rate: str) -> PriceList:
-        cluster = Cluster.of_toml(hardware[rate], "what was calibrated")
+    def priced(file: str) -> PriceList:
+        cluster = Cluster.of_toml(file, "what was calibrated")
         share = min(1.0, cores / cluster.world)  # of a core: both nodes are on this machine
         chip = replace(cluster.chip.times(share), launch_us=cluster.chip.launch_us / share)
         node = replace(cluster.node, cores=max(1, cores // cluster.nodes))  # a waiting stage leaves its core to others
         return PriceList(facts, replace(cluster, chip=chip, node=node), ENGINES["fivefold"])
 
-    prices, workload = {rate: priced(rate) for rate in hardware}, Workload(LENGTH, ROWS)
+    prices = {rate: [priced(file) for file in files] for rate, files in hardware.items()}
+    workload = Workload(LENGTH, ROWS)
 
     def planned(row: Row) -> float:
         layout = config_of(Path("model"), row["layout"], 1, Path("runs/none")).layout.resolve(len(NODES) * RANKS)
-        return Step(prices[str(row["rate"])], layout, workload).seconds
+        return mean(Step(listed, layout, workload).seconds for listed in prices[str(row["rate"])])
 
     given = {"precision": "fp32"}  # as all rows are trained
-    chosen = {rate: search(listed, workload, given=given).best[0] for rate, listed in prices.items()}
+    chosen = {rate: search(listed[0], workload, given=given).best[0] for rate, listed in prices.items()}
     return {
         "rows": [{**row, "planned": planned(row)} for row in rows],
         "chosen": {rate: {"layout": str(one.layout), "planned": one.step_seconds} for rate, one in chosen.items()},

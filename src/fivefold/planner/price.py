@@ -50,6 +50,9 @@ from fivefold.planner.parts import (
     nothing,
 )
 
+# Bytes that one number of fp32 moves through memory when it is coded in eight bits, decoded, and added up
+# (`parallel/nodes/wire.py`, `in_order.py`): each operation there reads and writes all numbers.
+ENCODING, DECODING, SUMMING = 51, 25, 12
 AXES = {"tp": "tp", "cp": "cp", "cp_ring": "cp", "cp_ulysses": "cp", "ep": "ep"}  # axis of a micro batch -> item
 
 
@@ -308,20 +311,24 @@ class _Sharding(_Pricing):
             calls |= {"reduce": (), "replicas": ()}
         gather, reduce, near = (sum(map(self.seconds, calls[what])) for what in ("gather", "reduce", "near"))
         copy = traffic_seconds(self.chip, self.engine.gather_traffic * gathered)
+        shards, node = placement.grid.fsdp_shards(unit.over), 1
+        if fsdp.has_levels(unit):  # parts are put in order between the two levels
+            node = placement.grid.size(placement.grid.node_axis(unit.over))
+            gather += traffic_seconds(self.chip, 2 * fsdp.sent_bytes(unit))
+            reduce += traffic_seconds(self.chip, 2 * reduced * self.shape.reduce_bytes)
         if fsdp.is_coded(unit):
-            gather += traffic_seconds(self.chip, gathered + fsdp.sent_bytes(unit))
+            gather += traffic_seconds(self.chip, (ENCODING / shards + DECODING) * fsdp.padded_sizes(unit)[0])
         gather, near = gather + copy, near + copy
         reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * self.shape.compute_bytes)
         if fsdp.reduces_coded(unit):
-            plain = reduced * self.shape.reduce_bytes
-            reduce += traffic_seconds(self.chip, 2 * (plain + fsdp.reduced_bytes(unit, self.shape.reduce_bytes)))
+            reduce += traffic_seconds(self.chip, (ENCODING + DECODING + SUMMING) * reduced / node)
         if self.plan.layout.offload_parameters:
             gather += host_seconds(self.chip, held * self.shape.master_bytes)
         trained = [name for name in unit.parameters if name not in unit.frozen]
         return UnitPrice(
             held, sum(placement.held_bytes(name, 1) for name in trained), gathered, reduced, calls, gather, reduce,
             fsdp.largest(unit), sum(placement.state_bytes(name, master) for name in trained),
-            placement.grid.fsdp_shards(unit.over), near, fsdp.copy_bytes(unit),
+            shards, near, fsdp.copy_bytes(unit),
         )  # fmt: skip
 
 
