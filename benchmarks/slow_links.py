@@ -6,9 +6,10 @@
 
 The nodes are two network namespaces of this machine, with two ranks each and a pair of virtual Ethernet devices
 between them, which `tc ... tbf` limits in both directions. Ranks of a node share memory, and each node has a /dev/shm
-of its own. Under each limit the ranks measure themselves as `fivefold calibrate --nodes` does, train as `fivefold train`
-does, layout after layout, and measure themselves again: the speed of a machine wavers. A plan is the mean of those with
-each of the two files. The planner knows these, and that two ranks share a core; it is not fitted to any step.
+of its own. Under each limit the ranks measure themselves as `fivefold calibrate --nodes` does, train as `fivefold
+train` does, layout after layout, and measure themselves again: the speed of a machine wavers. A plan is the mean of
+those with each of the two files. The planner knows these, and that two ranks share a core; it is not fitted to any
+step.
 
 - **MB a node sends** in a step are counted by the device: headers included.
 - **waits** is what the limit adds: seconds of a step beyond those of the same layout without one.
