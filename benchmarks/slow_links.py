@@ -24,10 +24,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -163,28 +164,53 @@ def run_node(args: argparse.Namespace) -> None:
 def run_rank(local: int, node: int, args: argparse.Namespace) -> None:
     """One rank; the first of all writes what was found: the hardware under each rate, and a row for each layout."""
     import torch
-    import torch.distributed as dist
 
+    from fivefold.calibration import probes
     from fivefold.launch.world import World
+    from fivefold.training import run
 
+    assert probes and run  # imported before the forks
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     torch.set_num_threads(1)
     world = World(rank=node * RANKS + local, size=len(NODES) * RANKS, local_rank=local, local_size=RANKS, nodes=2)
-    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESS}:{PORT}", rank=world.rank, world_size=world.size)
-    hardware, rows = {}, []
+    hardware, rows, numbers = {}, [], count()
+
+    def alone(work: Callable[..., Any], *given: Any) -> Any:
+        """What `work` returns on the first rank, in a process and a group of its own."""
+        number = next(numbers)
+        if (child := os.fork()) == 0:
+            os._exit(in_group(args.folder / f"{number}.json", number, world, work, *given))
+        if os.waitpid(child, 0)[1]:
+            raise SystemExit(1)
+        return json.loads((args.folder / f"{number}.json").read_text()) if world.is_first else None
+
     for rate in map(int, args.rates.split(",")):
         if local == 0:
             limit(rate)
-        dist.barrier()
-        before = calibrated(world)
-        rows += [trained(layout, rate, world, args) for layout in args.layouts.split(",")]
-        hardware[rate] = before, calibrated(world)
+        before = alone(calibrated, world)
+        rows += [alone(trained, layout, rate, world, args) for layout in args.layouts.split(",")]
+        hardware[rate] = before, alone(calibrated, world)
         if world.is_first:
             print(*(json.dumps(row) for row in rows if row["rate"] == rate), sep="\n", flush=True)
     if world.is_first:
         (args.folder / "found.json").write_text(json.dumps({"hardware": hardware, "rows": rows}))
-    dist.barrier()
-    dist.destroy_process_group()
+
+
+def in_group(out: Path, number: int, world: Any, work: Callable[..., Any], *given: Any) -> int:
+    """Join the ranks for `work`, and write what it returns on the first of them. Returns an exit code."""
+    import torch.distributed as dist
+
+    address = f"tcp://{ADDRESS}:{PORT + number}"
+    try:
+        dist.init_process_group("gloo", init_method=address, rank=world.rank, world_size=world.size)
+        found = work(*given)
+        if world.is_first:
+            out.write_text(json.dumps(found))
+        dist.barrier()
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def calibrated(world: Any) -> str:
