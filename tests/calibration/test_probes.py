@@ -66,6 +66,7 @@ def test_bytes_of_a_collective_are_of_its_larger_buffer(monkeypatch: pytest.Monk
     assert sizes == dict(
         zip((*names, "send"), ((1024,), (1024, 256), (256, 1024), (1024, 1024), (1024, 1024)), strict=True)
     )
+    assert list(probes._collectives(TIMER, (4096,), of(4), sends=False)) == found[:-1]
     assert list(probes._collectives(TIMER, (4096,), of(1))) == []
 
 

@@ -127,6 +127,20 @@ def test_every_layout_is_legal_and_no_legal_one_of_its_options_is_missing(family
 # ---- bounds ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("cluster", "factor"), [("2x2xcpu", 2.0), ("4xcpu", 1.0)])
+def test_a_network_sends_no_faster_where_devices_share_cores(cluster: str, factor: float) -> None:
+    """The seconds of a pipeline with two devices a core are halved afterwards."""
+    price_list = prices("llama", cluster)
+    transfers = []
+    for crowding in (1, 2):
+        there = price_list.cluster
+        node = replace(there.node, cores=there.devices_per_node // crowding)
+        crowded = PriceList(price_list.facts, replace(there, node=node), price_list.engine)
+        assert crowded.cluster.crowding == crowding
+        transfers.append(Step(crowded, Layout.parse("pp2.dp2"), WORKLOAD).transfer)
+    assert transfers[1] == pytest.approx(factor * transfers[0])
+
+
 @pytest.mark.parametrize(
     ("family", "cluster"), [("llama", "8xH100"), ("mixtral", "2x4xA100-80"), ("llama", "4xcpu"), ("llama", "1xH100")]
 )

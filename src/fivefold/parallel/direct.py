@@ -11,12 +11,19 @@ reduce-scatters, and between two ranks all-gathers and all-reduces. In a ring of
 data one way only; gloo does these, and all else.
 
 Sums run over all ranks in order, 16-bit types in fp32, and are rounded once: as `shared_memory.py` does them.
+
+gloo gives up a connection if the memory of a send or receive on it is gone. So an exchange is kept until it is done,
+also if its caller forgets it: it ends when its process waits for this or a later one of the group.
 """
 
 import math
 import os
+import threading
 import time
+import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import reduce
@@ -35,8 +42,9 @@ _AVG = 1  # as c10d numbers them
 _REDUCTIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     0: torch.add, _AVG: torch.add, 3: torch.minimum, 4: torch.maximum
 }  # fmt: skip
+_REDUCED = {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8}
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_TAGS, _FIRST_TAG = 2**20, 2**24  # numbers of exchanges, and the first: those of other sends are smaller
+_TAGS, _FIRST_TAG = 2**30, 2**24  # how many tags, and the first: those of other sends are smaller
 
 
 def connect(group: dist.ProcessGroup) -> None:
@@ -62,9 +70,11 @@ class Direct:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._backend: Any = group._get_backend(torch.device("cpu"))
-        self._name = group.group_name, group.group_desc
+        self._name, self._ranks = (group.group_name, group.group_desc), dist.get_process_group_ranks(group)
         self._rank, self._size = group.rank(), group.size()
-        self._last: Exchange | None = None
+        self._line = Line()
+        self.last: Exchange | None = None
+        _known[id(self)] = self
 
     def all_gather(self, output: Tensor, given: Tensor) -> "Exchange | None":
         if self._size > 2 or output.dtype != given.dtype or output.numel() != given.numel() * self._size:
@@ -72,20 +82,21 @@ class Direct:
         own = output.data_ptr() + self._rank * given.nbytes
         into = _memory(output, apart=given.data_ptr() == own or not _share(output, given))
         parts = into.view(self._size, -1)
-        return self._begin("all_gather", parts, [_flat(given)] * self._size, lambda: _put(into, output))
+        return self._begin("all_gather", given, parts.unbind(), [_flat(given)] * self._size, lambda: _put(into, output))
 
     def reduce_scatter(self, output: Tensor, given: Tensor, how: int) -> "Exchange | None":
         if not _reduces(given, how) or output.dtype != given.dtype or given.numel() != output.numel() * self._size:
             return None
-        sent = _flat(given).view(self._size, -1)
-        parts = torch.empty_like(sent)
-        return self._begin("reduce_scatter", parts, sent, lambda: self._reduce(parts, output, how))
+        sent = _flat(given).view(self._size, -1).unbind()
+        parts = [torch.empty_like(part) for part in sent]
+        return self._begin("reduce_scatter", given, parts, sent, lambda: self._reduce(parts, output, how), how)
 
     def all_reduce(self, tensor: Tensor, how: int) -> "Exchange | None":
         if self._size > 2 or not _reduces(tensor, how):
             return None
-        parts = tensor.new_empty(self._size, tensor.numel())
-        return self._begin("all_reduce", parts, [_flat(tensor)] * self._size, lambda: self._reduce(parts, tensor, how))
+        sent = [_flat(tensor)] * self._size
+        parts = [torch.empty_like(part) for part in sent]
+        return self._begin("all_reduce", tensor, parts, sent, lambda: self._reduce(parts, tensor, how), how)
 
     def all_to_all(
         self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
@@ -96,7 +107,7 @@ class Direct:
             return None  # gloo says what is wrong with it
         into = _memory(output, apart=not _share(output, given))
         parts = torch.split(into, incoming), torch.split(_flat(given), outgoing)
-        return self._begin("all_to_all", *parts, lambda: _put(into, output))
+        return self._begin("all_to_all", given, *parts, lambda: _put(into, output))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         return None
@@ -106,37 +117,63 @@ class Direct:
 
     @torch.no_grad()
     def _begin(
-        self, kind: str, received: Sequence[Tensor] | Tensor, sent: Sequence[Tensor] | Tensor, end: Callable[[], None]
-    ) -> "Exchange":
+        self, kind: str, given: Tensor, received: Sequence[Tensor], sent: Sequence[Tensor], end: Callable[[], None],
+        how: int = 0,
+    ) -> "Exchange":  # fmt: skip
         """Begin to exchange the parts from and for each rank. One without elements is not sent."""
-        number = self._last.number + 1 if self._last else 1
+        number = self.last.number + 1 if self.last else 1
+        timeout: timedelta = self._backend.options._timeout
+        made = self.last = Exchange(self._name, number, kind, given.shape, timeout, self._line, end)
         received[self._rank].copy_(sent[self._rank])
-        others, tag = [(self._rank + step) % self._size for step in range(1, self._size)], _FIRST_TAG + number % _TAGS
-        works = [self._backend.recv([received[rank]], rank, tag) for rank in others[::-1] if received[rank].numel()]
-        works += [self._backend.send([sent[rank]], rank, tag) for rank in others if sent[rank].numel()]
-        elements = sum(part.numel() for part in sent)
-        self._last = _exchanges[self._name[0]] = Exchange(self._name, number, kind, elements, works, end)
-        if not works:
-            self._last.wait()
-        return self._last
+        others = [(self._rank + step) % self._size for step in range(1, self._size)]
+        asked = [(rank, self._backend.recv, received[rank]) for rank in others[::-1]]
+        for rank, call, part in asked + [(rank, self._backend.send, sent[rank]) for rank in others]:
+            if part.numel():
+                # Ranks that do not mean the same receive nothing from each other, rather than something else.
+                tag = zlib.crc32(repr((number, kind, how, part.dtype, part.numel())).encode()) % _TAGS
+                with made.told_with(self._ranks[rank]):
+                    made.works.append((self._ranks[rank], call([part], rank, _FIRST_TAG + tag)))
+        if made.works:
+            self._line.under_way.append(made)
+        else:
+            made.finish()
+        return made
 
-    def _reduce(self, parts: Tensor, into: Tensor, how: int) -> None:
-        wide = parts.float() if parts.dtype in (torch.bfloat16, torch.float16) else parts
-        total = reduce(_REDUCTIONS[how], wide.unbind())
+    def entries(self, *, only_active: bool) -> Iterator[dict[str, Any]]:
+        """See `entries` of the module."""
+        for each in dict.fromkeys([*self._line.under_way, *filter(None, [self.last])]):
+            if not (only_active and each.is_done):
+                name = f"direct:{each.kind}"
+                yield shared_memory.entry(each.group, each.number, name, each.shape, each.began, each.is_done)
+
+    def _reduce(self, parts: Sequence[Tensor], into: Tensor, how: int) -> None:
+        is_short = into.dtype in (torch.bfloat16, torch.float16)
+        total = reduce(_REDUCTIONS[how], [part.float() if is_short else part for part in parts])
         _put(total / self._size if how == _AVG else total, into)
+
+
+class Line:
+    """The exchanges of a group that are not done, oldest first. gloo tells one waiter of an arrival: only one thread at
+    a time waits for any of them."""
+
+    def __init__(self) -> None:
+        self.under_way: deque[Exchange] = deque()
+        self.turn = threading.Lock()
 
 
 @dataclass(eq=False)
 class Exchange:
-    """An exchange, `number` of its group, of `elements` sent. `end`: makes the result of what has been received; None
-    once it has."""
+    """An exchange, `number` of its group, of a tensor of `shape`. `timeout`: the group's. `end`: makes the result of
+    what has been received; None once it has. `works`: what is not known to have arrived, by rank of the world."""
 
     group: tuple[str, str]
     number: int
     kind: str
-    elements: int
-    works: list[dist.Work]
+    shape: Sequence[int]
+    timeout: timedelta
+    line: Line
     end: Callable[[], None] | None
+    works: list[tuple[int, dist.Work]] = field(default_factory=list)
     began: int = field(default_factory=time.time_ns)
 
     @property
@@ -144,24 +181,45 @@ class Exchange:
         return self.end is None
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until it is done. Raises `RuntimeError` if a rank has left, or does not come for `timeout` (None: the
-        group's)."""
-        for work in self.works:
-            work.wait(*([timeout] if timeout else []))
-        if self.end is not None:
-            self.end()
-        self.works, self.end = [], None
+        """Wait until it is done, and those before it. Raises `DistBackendError` if a rank has left, or does not come
+        for `timeout` (None: the group's)."""
+        with self.line.turn:
+            while not self.is_done:
+                first = self.line.under_way[0]
+                first.arrive(timeout or self.timeout)
+                self.line.under_way.popleft()
+                first.finish()
+
+    def arrive(self, timeout: timedelta) -> None:
+        """Wait until all is received and sent. Without a timeout, gloo waits for that which the group was made with."""
+        while self.works:
+            rank, work = self.works[0]
+            with self.told_with(rank):
+                work.wait(timeout)
+            self.works.pop(0)
+
+    @contextmanager
+    def told_with(self, rank: int) -> Iterator[None]:
+        """Say of an error of gloo which exchange it is, and with which rank of the world."""
+        try:
+            yield
+        except RuntimeError as error:
+            what = f"{self.kind} {list(self.shape)} of group {self.group[1] or self.group[0]}, with rank {rank}"
+            raise dist.DistBackendError(f"{what}: {error}") from error
+
+    def finish(self) -> None:
+        end, self.end = self.end, None
+        if end:
+            end()
 
 
-_exchanges: "WeakValueDictionary[str, Exchange]" = WeakValueDictionary()  # the last of each group, for the watchdog
+_known: "WeakValueDictionary[int, Direct]" = WeakValueDictionary()  # for the watchdog
 
 
 def entries(*, only_active: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the last exchange of each group as PyTorch's flight recorder writes it."""
-    for last in filter(None, [known() for known in _exchanges.valuerefs()]):
-        if not (only_active and last.is_done):
-            name = f"direct:{last.kind}"
-            yield shared_memory.entry(last.group, last.number, name, [last.elements], last.began, last.is_done)
+    """Yield this process's exchanges as PyTorch's flight recorder writes them: those under way, and the last one."""
+    for group in filter(None, [known() for known in _known.valuerefs()]):
+        yield from group.entries(only_active=only_active)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -183,7 +241,7 @@ def _put(found: Tensor, into: Tensor) -> None:
 
 
 def _reduces(tensor: Tensor, how: int) -> bool:
-    return how in _REDUCTIONS and (how != _AVG or tensor.is_floating_point())
+    return tensor.dtype in _REDUCED and how in _REDUCTIONS and (how != _AVG or tensor.is_floating_point())
 
 
 def _numbers(tensor: Tensor, rows: Sequence[int], ranks: int) -> list[int] | None:
