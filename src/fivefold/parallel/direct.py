@@ -42,7 +42,9 @@ _AVG = 1  # as c10d numbers them
 _REDUCTIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     0: torch.add, _AVG: torch.add, 3: torch.minimum, 4: torch.maximum
 }  # fmt: skip
-_REDUCED = {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8}
+_REDUCED = {
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8
+}  # fmt: skip
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _TAGS, _FIRST_TAG = 2**30, 2**24  # how many tags, and the first: those of other sends are smaller
 
