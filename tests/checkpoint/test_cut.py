@@ -110,6 +110,7 @@ def test_a_placement_is_told_by_rules(family: str, layouts: tuple[str, ...], sub
                         regions = {(own.rank, box(region)) for region, _ in own.regions(name)}
                         expected[name] = expected.get(name, set()) | regions
                         cut, first = placed(own, name)
+                        assert placed(ranks[0], name, own.rank) == (cut, first)  # as any rank knows
                         found = TensorRecord(shape=own.shards[name].shape, dtype="float32", cut=cut, rank=first)
                         assert records.setdefault(name, found) == found  # of every rank that writes some
             files = {f"weight-{rank:05d}.safetensors": FileRecord(1, "") for rank in range(layout.world)}
@@ -147,6 +148,35 @@ def test_a_number_of_another_rule_is_seen() -> None:
     }.values():
         with pytest.raises(ValueError, match=wrong):
             check_record("weight", "w", other, ranks)
+
+
+def test_slices_of_a_rank_that_has_others_than_the_rule_says_stand_in_the_place_of_those() -> None:
+    record = TensorRecord(shape=(4, 2), dtype="float32", cut=Cut(1, 2))
+    other = replace(record, instead={0: (((0, 1), (0, 2)),), 1: (((1, 4), (0, 2)),)})
+    for one, slices in ((record, [(0, 0, 2), (1, 2, 4)]), (other, [(0, 0, 1), (1, 1, 4)])):
+        expected = [Slice(rank, ((start, stop), (0, 2))) for rank, start, stop in slices]
+        assert [*one.slices] == expected == [*one.overlapping(((0, 4), (0, 2)))]
+        assert [*one.overlapping(((1, 2), (0, 1)))] == [each for each in expected if meet(each.box, ((1, 2), (0, 1)))]
+
+
+def test_a_manifest_looks_at_each_tensor_that_is_not_cut_as_another() -> None:
+    """By another rule, from another rank on, and with slices of its own."""
+    good = TensorRecord(shape=(4, 2), dtype="float32", cut=Cut(1, 2))
+    files = {f"weight-{rank:05d}.safetensors": FileRecord(1, "") for rank in range(2)}
+
+    def manifest(other: TensorRecord) -> Manifest:
+        return Manifest(
+            step=1, layout="shard2", versions={}, agreement={}, state={}, files=files, scalars={},
+            tensors={"weight": {"one": good, "other": other}},
+        )  # fmt: skip
+
+    manifest(good).check()
+    for other, wrong in (
+        (replace(good, cut=Cut(1, 4)), "not listed"), (replace(good, rank=1), "not listed"),
+        (replace(good, instead={1: (((2, 3), (0, 2)),)}), "do not add up"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"weight of other: .*{wrong}"):
+            manifest(other).check()
 
 
 def _blocks(record: TensorRecord, blocks: tuple[tuple[tuple[int, int], ...], ...]) -> TensorRecord:

@@ -310,6 +310,9 @@ def test_ranks_that_save_another_tensor_than_they_say_are_told() -> None:
     record = TensorRecord(shape=(4, 2), dtype="float32", cut=Cut(1, 2))
     nothing = Part(files={}, scalars={}, tensors={}, numbers={"weight": 4})
     assert joined([_part(record, 4), nothing]) == {"weight": {"head": record}}
+    own = [{0: (((0, 1), (0, 2)),)}, {1: (((1, 4), (0, 2)),)}]  # of ranks that have others than the rule says
+    found = joined([_part(replace(record, instead=one), count) for one, count in zip(own, (2, 6), strict=True)])
+    assert found == {"weight": {"head": replace(record, instead=own[0] | own[1])}}
     with pytest.raises(ValueError, match="have 4 elements, and the tensors 8"):
         joined([_part(record, 4)])
     with pytest.raises(ValueError, match="exp_avg: the slices of all ranks have 4 elements, and the tensors 0"):

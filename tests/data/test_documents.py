@@ -36,8 +36,9 @@ def test_pairs_are_those_of_the_tokens_that_a_rank_has(ranks: int) -> None:
         assert pairs_by_rank(lengths, length - 1, ranks).tolist() == found  # padded to `length`
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 16])
-def test_every_document_is_there_once_and_the_busiest_rank_has_no_more_to_do(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "left"), [(2, 0.75), (4, 0.43), (16, 0.35)])
+def test_every_document_is_there_once_and_the_busiest_rank_has_no_more_to_do(ranks: int, left: float) -> None:
+    """`left`: the part of the waiting; with one document moved it is 0.76, 0.43 and 0.46."""
     before, after, mean = 0, 0, 0.0
     for lengths in tailed(4096, 40, seed=5):
         order = ordered(lengths, 4096, ranks)
@@ -45,7 +46,7 @@ def test_every_document_is_there_once_and_the_busiest_rank_has_no_more_to_do(ran
         plain, better = (pairs_by_rank(one, 4096, ranks) for one in (lengths, lengths[order]))
         assert better.max() <= plain.max()
         before, after, mean = before + int(plain.max()), after + int(better.max()), mean + float(better.mean())
-    assert after - mean < 0.8 * (before - mean), "waiting"
+    assert after - mean < left * (before - mean), "waiting"
 
 
 def test_the_order_of_few_documents_is_nearly_the_best_that_there_is() -> None:

@@ -86,6 +86,9 @@ def test_ranks_read_the_batch_of_the_step_whatever_their_number(tmp_path: Path, 
             assert sorted(row for batch in shared for row in batch.rows) == sorted(r for one in plain for r in one.rows)
             in_order = rows.in_order(range(step * 12, step * 12 + 12))
             assert all([in_order[place] for place in one.places] == one.rows.tolist() for one in (*plain, *shared))
+            costs = np.array([rows.cost(row) for row in in_order])  # of this step
+            by_cost = shares(12, data_ranks=ranks, micro_batch_size=size, costs=costs)
+            assert [one.places.tolist() for one in shared] == by_cost.swapaxes(0, 1).reshape(-1, size).tolist()
             assert {batch.input_ids.shape for batch in shared} == {batch.input_ids.shape for batch in plain}
             moved += [one.rows.tolist() for one in plain] != [one.rows.tolist() for one in shared]
     assert moved > len(LAYOUTS)

@@ -1,8 +1,10 @@
 """Which step the nodes go on from, of those that they keep in memory, and who is waited for until it is there."""
 
 import json
+import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +12,16 @@ from typing import Any, cast
 
 import pytest
 
+from fivefold.checkpoint import kept
 from fivefold.checkpoint.kept import in_first_replica
 from fivefold.config import load_config
 from fivefold.core.kept_steps import KeptStep, MemoryOfNode, newest_kept
 from fivefold.launch import processes
 from fivefold.launch.failure import Suspected, WorkerDied
-from fivefold.launch.kept import Memory
+from fivefold.launch.kept import ENDING, Memory
 from fivefold.launch.nodes import Member
+from fivefold.launch.workers import GONE, NodesChanged, OtherNodes, start_workers
+from fivefold.launch.world import NodeRanks
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.ranks import RankGrid
@@ -63,6 +68,16 @@ def test_a_part_is_that_of_the_first_replica() -> None:
         assert in_first_replica(here).coords == replace(here.coords, dp_replicate=0)
 
 
+def test_a_file_that_does_not_fit_is_told_when_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes wait in a buffer until then. The other nodes wait for all of the file, so nothing is raised."""
+    monkeypatch.setattr(kept.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(kept.dist, "broadcast", lambda piece, src, group: piece.zero_())
+    (tmp_path / ".part").symlink_to("/dev/full")
+    errors: list[str] = []
+    kept._pass_on(tmp_path / "part", 10, 0, cast(Any, None), is_wanted=True, errors=errors)
+    assert len(errors) == 1 and "No space left" in errors[0] and not (tmp_path / "part").exists()
+
+
 @pytest.mark.parametrize(
     ("writes", "until"), [(0.0, 2.0), (5.0, 5.0), (1e9, processes.WRITE_SECONDS)], ids=["none", "one", "a stopped one"]
 )
@@ -90,6 +105,30 @@ def test_a_worker_that_writes_its_step_is_waited_for(
     crew.first, crew.awaits = 4, awaits
     crew.end(grace=2.0)
     assert now == pytest.approx(until, abs=0.2) and sent == [signal.SIGTERM, signal.SIGKILL] and asked == {5}
+
+
+def test_workers_are_told_before_they_are_ended(tmp_path: Path) -> None:
+    """Where a node is gone those that wait for it, in a collective that may never end, keep their step at this word."""
+    told: list[bool] = []
+
+    class Crew(processes.Workers):
+        codes = cast(Any, property(lambda self: {0: -signal.SIGTERM}))
+
+        @contextmanager
+        def started(self, request: Path, folder: Path, among: NodeRanks | None = None) -> Iterator[None]:
+            self.ids, self.place = [os.getpid()], folder
+            yield
+
+        def turns(self) -> Iterator[None]:
+            yield
+
+        def end(self, *, at_once: bool = False, grace: float | None = None) -> None:
+            told.append((self.place / ENDING).exists())
+
+    others = OtherNodes(NodeRanks(first=0, size=2, node=0, nodes=2, meets="", round=1), lambda: GONE)
+    with pytest.raises(NodesChanged):
+        start_workers(Crew("", count=1), {}, logs=tmp_path, others=others)
+    assert told == [True]
 
 
 def test_the_memory_of_a_launcher(tmp_path: Path) -> None:

@@ -181,6 +181,20 @@ def test_a_window_lessens_what_a_ring_is_declared_to_send(is_chunk: bool) -> Non
     assert facts.kinds[:4] == (0, 1, 0, 1)  # each is priced as its own
 
 
+def test_micro_batches_of_the_same_documents_are_declared_one_by_one() -> None:
+    """By hand, of the first rank of two: of documents of 6 and 10 tokens it sends 4 keys, of 4, 8 and 4 tokens none."""
+    plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse("cp2+ring"), 0)
+    cut, whole = (0, 6, 16), (0, 4, 12, 16)
+    token = 2 * 8 * 64 * 2  # bytes of keys and values
+    for documents in ((cut,), (cut, whole, cut), (whole, whole)):
+        shape = replace(plan.step_shape(1, 16, len(documents)), documents=documents)
+        sent = sum(
+            call.bytes * call.times for call in calls(plan, shape)
+            if call.layer == plan.anatomy.layers[0] and call.kind == "send" and call.phase == "forward"
+        )  # fmt: skip
+        assert sent == documents.count(cut) * 4 * token
+
+
 # ---- the method ------------------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.in_order import mean_in_order
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
+from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.outer import spec
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
@@ -250,6 +251,18 @@ def test_a_plan_divides_an_outer_step_by_its_period_and_counts_what_replicas_kee
     assert 1 < at_once.edges.outer / (4 * numbers / 2e9) < 1.1
     more = apart.memory_of(0)["parameters"] - summed_up.memory_of(0)["parameters"]
     assert more == pytest.approx(2 * 4 * numbers, rel=1e-3)
+
+
+def test_replicas_keep_and_send_what_is_trained() -> None:
+    """The outer weights and their momentum, in fp32; of a frozen parameter neither."""
+    facts, name = facts_of(build_meta(hf_config(Case("single")))), "model.layers.0.mlp.up_proj.weight"
+    frozen = {**facts.parameters, name: replace(facts.parameters[name], is_trained=False)}
+    for known, left in ((facts, set[str]()), (replace(facts, parameters=frozen), {name})):
+        apart, together = (lower(known, Layout.parse(text), 0) for text in ("dp2.shard2+outer5", "dp2.shard2"))
+        averaged = spec.averaged(apart)
+        assert apart.placement.shards.keys() - averaged.keys() == left
+        held, plain = (step_bytes(plan, plan.step_shape(1, 32, 1)).parameters for plan in (apart, together))
+        assert held - plain == 2 * 4 * sum(averaged.values())
 
 
 def test_buckets_hold_every_parameter_once_in_order() -> None:

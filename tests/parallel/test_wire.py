@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from fivefold.core.errors import UserError
 from fivefold.core.state_dtypes import block_length
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.calls import calls
@@ -84,6 +85,21 @@ def test_a_layout_is_proved_with_it(line: str, tmp_path: Any) -> None:
 def test_what_is_done_and_sent_is_what_the_plan_lists(layout: str, family: str) -> None:
     overrides = (("num_hidden_layers", 4),)
     assert not rehearse(Rehearsal(layout, -1, family, overrides)).unlike
+
+
+def test_a_block_that_tensor_parallelism_cuts_is_refused() -> None:
+    """Each of 16 ranks has 688 numbers of a row: 21 blocks of 32 and a half."""
+    facts = facts_of_config("llama-2-7b")
+    for word, what in (("qwz", "gathers"), ("qgz", "reductions")):
+        with pytest.raises(UserError, match=rf"{what} int8 of .* have blocks of 32 in a row of 11008"):
+            lower(facts, Layout.parse(f"shard2.tp16+{word}"), 0)
+
+
+def test_layouts_that_round_alike_have_the_same_reference() -> None:
+    """A gather rounds the same numbers under every layout; what a reduction rounds depends on it."""
+    for word, is_same in (("qwz", True), ("qgz", False)):
+        one, other = (Layout.parse(f"{ranks}+{word}").numerics for ranks in ("shard2", "shard4"))
+        assert (one == other) is is_same
 
 
 def test_a_gather_has_half_the_bytes() -> None:

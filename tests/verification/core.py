@@ -59,7 +59,7 @@ step shard2.tp2+mb2 olmo2-kv4-dpo
 step tp4+mb4 olmo2
 step shard2.tp2.ep4+mb2 mixtral
 step shard4.ep2 mixtral
-step shard4.ep2+hpz2+hier2+qwz gpt_oss/3
+step shard4.ep2+hpz2+hier2+qwz+qgz gpt_oss/3
 step dp2 gpt2-pdrop-balanced
 load shard2 phi3-inner56
 load shard2.tp2 phi3-inner56

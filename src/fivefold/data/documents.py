@@ -23,11 +23,9 @@ def pairs_by_rank(lengths: Int64s, row_length: int, ranks: int) -> Int64s:
     """The pairs that attention computes on each rank, int64 [N], for documents of `lengths` in this order. Padding at
     the end of the row is a document too. `row_length`: if 2N does not divide it, the row is padded until it does."""
     edges = _edges(row_length, ranks)
-    padding = int(edges[-1]) - int(lengths.sum())
-    sizes = lengths if padding == 0 else np.append(lengths, padding)
-    starts, before = np.zeros(len(sizes) + 1, np.int64), np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=starts[1:])
-    np.cumsum(sizes * (sizes + 1) // 2, out=before[1:])
+    starts, before = np.zeros(len(lengths) + 1, np.int64), np.zeros(len(lengths) + 1, np.int64)  # the last: of padding
+    np.cumsum(lengths, out=starts[1:])
+    np.cumsum(lengths * (lengths + 1) // 2, out=before[1:])
     document = np.searchsorted(starts, edges, "right") - 1
     into = edges - starts[document]  # tokens of that document before the edge
     chunks = np.diff(before[document] + into * (into + 1) // 2)

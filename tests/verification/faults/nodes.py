@@ -1,16 +1,18 @@
-"""Bugs of links that are not equal: collectives in two levels, secondary copies, gathers in eight bits, rows that are
-shared out by cost, and replicas that train apart."""
+"""Bugs of links that are not equal: collectives in two levels, secondary copies, gathers and reductions in eight bits,
+rows that are shared out by cost, and replicas that train apart."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel.fsdp import runtime
+from fivefold.parallel.nodes import levels
 from fivefold.parallel.nodes.levels import Gather, Reduce
 from fivefold.parallel.nodes.wire import Int8Wire
 from fivefold.parallel.outer.runtime import OuterSteps
@@ -78,6 +80,57 @@ def own_shard_is_not_rounded() -> Any:
         output_tensor.view(group.size(), -1)[group.rank()].copy_(own)
 
     return patch.object(Gather, "__call__", gathered)
+
+
+@fault(
+    "a sum of gradients in eight bits leaves out the last of those who sent some",
+    known="a loop over the ranks that ends one too early",
+    layout="shard2+qgz",
+    expects=[("gradient, reduced", r"")],
+)
+def last_sender_left_out() -> Any:
+    plain = levels.sum_in_order
+    return patch.object(levels, "sum_in_order", lambda parts, out: plain(parts[:-1], out))
+
+
+@fault(
+    "the rank that owns a shard adds its own gradients as they are",
+    known="a reduction whose own part is not sent, and so not rounded",
+    layout="shard2+qgz",
+    expects=[("gradient, reduced", r"")],
+)
+def own_gradients_are_not_rounded() -> Any:
+    plain = Reduce.__call__
+
+    def reduced(
+        self: Reduce, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        plain(self, output_tensor, input_tensor, group, op, async_op)
+        if self._node is None and self._wire is not None:
+            own = input_tensor.view(group.size(), -1)[group.rank()].unsqueeze(0)
+            self._wire.decode(self._wire.encode(own), rounded := torch.empty_like(own), own.dtype)
+            output_tensor += (own - rounded).view_as(output_tensor)
+
+    return patch.object(Reduce, "__call__", reduced)
+
+
+@fault(
+    "gradients are rounded before the sum within a node, too",
+    known="qgZ of ZeRO++, which sends eight bits in both levels",
+    layout="shard4+hier2+qgz",
+    expects=[("gradient, reduced", r"")],
+)
+def gradients_rounded_twice() -> Any:
+    plain = Reduce._within
+
+    def within(self: Reduce, node: dist.ProcessGroup, parts: Tensor, numbers: int) -> Tensor:
+        if self._wire is not None:
+            shards = parts.reshape(-1, numbers)
+            self._wire.decode(self._wire.encode(shards), rounded := torch.empty_like(shards), parts.dtype)
+            parts = rounded.view_as(parts)
+        return plain(self, node, parts, numbers)
+
+    return patch.object(Reduce, "_within", within)
 
 
 @fault(
