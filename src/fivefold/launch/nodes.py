@@ -22,7 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.distributed import DistStoreError, FileStore  # type: ignore[attr-defined]  # public, untyped
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, untyped
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.errors import RunFailed, UserError, first_line
 from fivefold.core.text import listed
 from fivefold.launch.meeting import LOOPBACK
 from fivefold.launch.rounds import last_round
@@ -182,10 +182,10 @@ class Meeting:
             info = self._rendezvous.next_rendezvous()
         except (RendezvousClosedError, RendezvousGracefulExitError):
             raise Ended from None
-        except DistStoreError:  # the first node is gone, before it has said where the ranks meet
-            raise NodesChanged(GONE) from None
-        except RendezvousConnectionError as error:
-            raise UserError(f"the nodes cannot meet: {error}", more=_PAGE) from error
+        except (RendezvousConnectionError, RuntimeError) as error:
+            if "Timeout" in str(error):  # the first node is gone, before it has said where the ranks meet
+                raise NodesChanged(GONE) from None
+            raise UserError(f"the nodes cannot meet: {first_line(error)}", more=_PAGE) from error
         except RendezvousTimeoutError as error:
             raise RunFailed(
                 f"fewer than {self._least} nodes have come in {self._timeout:g} s (train.nodes, launch.timeout)",
