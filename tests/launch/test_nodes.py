@@ -318,7 +318,7 @@ def test_a_node_that_is_killed_as_a_round_begins_is_waited_for_by_nobody(
     gone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed when the round is complete, and has not said who it is."""
-    monkeypatch.setattr(launch_nodes, "_WORD", 2)
+    monkeypatch.setattr(launch_nodes, "_WORD", 1)
     meetings, killed, build = two_meetings(tmp_path, monkeypatch, least=2), threading.Event(), RendezvousStoreInfo.build
 
     def met_or_killed(number: int, store: Any, **options: Any) -> RendezvousStoreInfo:
@@ -351,14 +351,15 @@ def test_a_node_for_which_there_is_no_place_ends_with_the_run(tmp_path: Path, mo
 
 
 def test_a_disk_that_fails_for_a_moment_ends_no_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_nodes, "HEARTBEAT", 0.2)
     meeting = Meeting(tmp_path, 1, 1, timeout=20)
     meeting.join(1)
     with monkeypatch.context() as broken:
         broken.setattr(launch_nodes.os, "pwrite", cast(Any, lambda *_: os.read(-1, 1)))
-        time.sleep(2.5 * HEARTBEAT)
+        time.sleep(0.8)
         assert meeting.news() == "" and not meeting.has_ended()
     before = (tmp_path / ".nodes" / "state").read_text()
-    time.sleep(2.5 * HEARTBEAT)
+    time.sleep(0.8)
     assert (tmp_path / ".nodes" / "state").read_text() != before
     meeting.close()
 
