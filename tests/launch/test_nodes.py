@@ -317,7 +317,7 @@ def test_a_node_of_a_round_that_is_over_ends_nothing(tmp_path: Path) -> None:
 def test_a_node_that_is_killed_as_a_round_begins_is_waited_for_by_nobody(
     gone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is killed when the round is complete, and has not said who it is."""
+    """It is killed when the round is complete, before it has said who it is: the other one may have seen that or not."""
     monkeypatch.setattr(launch_nodes, "_WORD", 1)
     meetings, killed, build = two_meetings(tmp_path, monkeypatch, least=2), threading.Event(), RendezvousStoreInfo.build
 

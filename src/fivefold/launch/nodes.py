@@ -193,7 +193,8 @@ class Meeting:
                 more=_PAGE,
             ) from error
         self._there, number = participants(self._rendezvous), round_of(self._rendezvous)
-        if sorted(self._there.values()) != list(range(info.world_size)):  # one is gone since the round is complete
+        is_whole = sorted(self._there.values()) == list(range(info.world_size))
+        if not is_whole or info.world_size < self._least:  # one is gone since the round is complete
             raise NodesChanged(GONE)
         missed, self._last = 0 < self._last < number - 1, number
         self._clock.all_there = self._presence.has_all  # the first time nodes may be about to start
