@@ -313,27 +313,39 @@ def test_a_node_of_a_round_that_is_over_ends_nothing(tmp_path: Path) -> None:
     meeting.close()
 
 
-@pytest.mark.parametrize("gone", [0, 1], ids=["the first node", "the second node"])
+@pytest.mark.parametrize(("gone", "is_seen"), [(0, True), (1, True), (1, False)])
 def test_a_node_that_is_killed_as_a_round_begins_is_waited_for_by_nobody(
-    gone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gone: int, is_seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is killed when the round is complete, before it has said who it is: the other one may have seen that or not."""
+    """It is killed when the round is complete, before it has said who it is. `is_seen`: the other one knows it as a
+    node of the round."""
     monkeypatch.setattr(launch_nodes, "_WORD", 1)
-    meetings, killed, build = two_meetings(tmp_path, monkeypatch, least=2), threading.Event(), RendezvousStoreInfo.build
+    meetings, build = two_meetings(tmp_path, monkeypatch, least=2), RendezvousStoreInfo.build
+    known, killed = threading.Event(), threading.Event()
+    rendezvous = meetings[1 - gone]._rendezvous
+    counted = rendezvous._get_world
+
+    def count() -> Any:
+        world = counted() if is_seen else None
+        known.set()
+        assert killed.wait(20)
+        meetings[1 - gone].has_news_within(0)  # it reads the state, as each sign of life does
+        return world or counted()
 
     def met_or_killed(number: int, store: Any, **options: Any) -> RendezvousStoreInfo:
-        if number == gone:
+        if threading.current_thread().name.startswith("killed"):
+            assert known.wait(20)
             meetings[gone].close()
             killed.set()
             raise KeyboardInterrupt
-        assert killed.wait(20) and meetings[number].has_news_within(0)  # it reads the state, as each sign of life does
         return build(number, store, **options)
 
+    monkeypatch.setattr(rendezvous, "_get_world", count)
     monkeypatch.setattr(RendezvousStoreInfo, "build", met_or_killed)
-    with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(each.join, 1) for each in meetings]
-        assert isinstance(ends[gone].exception(30), KeyboardInterrupt)
-        assert isinstance(ends[1 - gone].exception(30), NodesChanged)
+    with ThreadPoolExecutor(1, "killed") as one, ThreadPoolExecutor(1) as two:
+        ends = [pool.submit(meetings[node].join, 1) for pool, node in ((one, gone), (two, 1 - gone))]
+        assert isinstance(ends[0].exception(30), KeyboardInterrupt)
+        assert isinstance(ends[1].exception(30), NodesChanged)
         meetings[1 - gone].close()
 
 
