@@ -367,7 +367,7 @@ def test_a_disk_that_fails_for_a_moment_ends_no_signs_of_life(tmp_path: Path, mo
     meeting = Meeting(tmp_path, 1, 1, timeout=20)
     meeting.join(1)
     with monkeypatch.context() as broken:
-        broken.setattr(launch_nodes.os, "pwrite", cast(Any, lambda *_: os.read(-1, 1)))
+        broken.setattr(os, "pwrite", lambda *_: os.read(-1, 1))
         time.sleep(0.8)
         assert meeting.news() == "" and not meeting.has_ended()
     before = (tmp_path / ".nodes" / "state").read_text()
