@@ -558,13 +558,13 @@ def test_the_nodes_of_a_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     here = ("here", os.getpid())
     first, sees, misses = handler(here), handler(here), handler()
-    assert torch_internals.participants(first) == frozenset()
+    assert torch_internals.participants(first) == {}
     first.next_rendezvous()
     for each in (sees, misses):
         each.num_nodes_waiting()
     (name,) = torch_internals.participants(first)
     assert name.startswith(f"here_{os.getpid()}_")
-    assert torch_internals.participants(sees) == {name} and torch_internals.participants(misses) == frozenset()
+    assert torch_internals.participants(sees) == {name: 0} and torch_internals.participants(misses) == {}
     assert torch_internals.round_of(sees) == torch_internals.round_of(first) and torch_internals.spare_nodes(sees) == 0
     number = torch_internals.round_of(first)
     assert not torch_internals.close_rendezvous(sees, number)  # it is not of the round

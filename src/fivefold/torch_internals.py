@@ -862,9 +862,10 @@ def graph_breaks() -> dict[str, int]:
     return dict(import_module("torch._dynamo.utils").counters["graph_break"])
 
 
-def participants(rendezvous: Any) -> frozenset[str]:
-    """The nodes of the last round that give signs of life, by the state that a `DynamicRendezvousHandler` last read."""
-    return frozenset(map(str, rendezvous._state_holder.state.participants))
+def participants(rendezvous: Any) -> Mapping[str, int]:
+    """The nodes of the last round that give signs of life, with their numbers, by the state that a
+    `DynamicRendezvousHandler` last read."""
+    return {str(node): number for node, number in rendezvous._state_holder.state.participants.items()}
 
 
 def round_of(rendezvous: Any) -> int:

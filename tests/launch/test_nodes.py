@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import Any, cast
 
 import pytest
 import yaml
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousStoreInfo, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from fivefold.config import RunConfig, load_config
@@ -46,6 +47,7 @@ from fivefold.launch.workers import NodesChanged, OtherNodes, workers_of_node
 from fivefold.launch.world import NodeRanks, World, check_nodes, find_world, is_started_by_node, worker_environment
 from fivefold.report import story
 from fivefold.training import nodes
+from fivefold.training.model import compile_pays
 from tests.launch.test_preemption import with_descendants
 from tests.launch.test_restart import _last, _wait
 from tests.training.bodies import column, run_dir, run_file, train
@@ -81,6 +83,19 @@ def test_a_layout_for_one_number_of_nodes_is_refused() -> None:
     nodes.check(load_config(None, ["train.nodes=2:4", "layout=shard-1.tp2"]))
     with pytest.raises(UserError, match=r"train\.nodes is 2:4, and the layout shard4"):
         nodes.check(load_config(None, ["train.nodes=2:4", "layout=shard4"]))
+
+
+def test_a_start_that_waits_for_nodes_to_return_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/g++")
+    long = SimpleNamespace(per_token=1e15), SimpleNamespace(train=SimpleNamespace(tokens_per_row=64))
+
+    def pays(on: int, *keys: str, device: str = "cpu") -> bool:
+        world = World(size=2 * on, nodes=on, device=device)
+        return compile_pays(load_config(None, keys), *cast(Any, long), world, 1000)
+
+    assert [pays(on, "train.nodes=2:4") for on in (2, 3, 4)] == [False, False, True]
+    assert pays(2, "train.nodes=2") and pays(1)
+    assert pays(2, "train.nodes=2:4", "train.compile=true") and pays(2, "train.nodes=2:4", device="cuda:0")
 
 
 def test_who_starts_the_ranks() -> None:
@@ -226,11 +241,11 @@ def test_a_state_that_others_can_write_is_not_read(mode: int, tmp_path: Path) ->
         FileBackend(tmp_path / "link", Clock(lambda *_: True)).get_state()
 
 
-def two_meetings(folder: Path, monkeypatch: pytest.MonkeyPatch, *, least: int) -> list[Meeting]:
+def two_meetings(folder: Path, monkeypatch: pytest.MonkeyPatch, *, least: int, most: int = 3) -> list[Meeting]:
     """Those of two nodes, which are this process."""
     here = iter(["127.0.0.1", "127.0.0.2"])
     monkeypatch.setattr(launch_nodes, "address", lambda: next(here))
-    return [Meeting(folder, least, 3, timeout=60) for _ in range(2)]
+    return [Meeting(folder, least, most, timeout=60) for _ in range(2)]
 
 
 class Hours:
@@ -295,6 +310,69 @@ def test_a_node_of_a_round_that_is_over_ends_nothing(tmp_path: Path) -> None:
     assert second.number > first.number and not second.missed
     assert not meeting.end(first) and not meeting.has_ended()
     assert meeting.end(second) and meeting.has_ended()
+    meeting.close()
+
+
+@pytest.mark.parametrize(("gone", "is_seen"), [(0, True), (1, True), (1, False)])
+def test_a_node_that_is_killed_as_a_round_begins_is_waited_for_by_nobody(
+    gone: int, is_seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed when the round is complete, before it has said who it is. `is_seen`: the other one knows it as a
+    node of the round."""
+    monkeypatch.setattr(launch_nodes, "_WORD", 1)
+    meetings, build = two_meetings(tmp_path, monkeypatch, least=2), RendezvousStoreInfo.build
+    known, killed = threading.Event(), threading.Event()
+    rendezvous = meetings[1 - gone]._rendezvous
+    counted = rendezvous._get_world
+
+    def count() -> Any:
+        world = counted() if is_seen else None
+        known.set()
+        assert killed.wait(20)
+        meetings[1 - gone].has_news_within(0)  # it reads the state, as each sign of life does
+        return world or counted()
+
+    def met_or_killed(number: int, store: Any, **options: Any) -> RendezvousStoreInfo:
+        if threading.current_thread().name.startswith("killed"):
+            assert known.wait(20)
+            meetings[gone].close()
+            killed.set()
+            raise KeyboardInterrupt
+        return build(number, store, **options)
+
+    monkeypatch.setattr(rendezvous, "_get_world", count)
+    monkeypatch.setattr(RendezvousStoreInfo, "build", met_or_killed)
+    with ThreadPoolExecutor(1, "killed") as one, ThreadPoolExecutor(1) as two:
+        ends = [pool.submit(meetings[node].join, 1) for pool, node in ((one, gone), (two, 1 - gone))]
+        assert isinstance(ends[0].exception(30), KeyboardInterrupt)
+        assert isinstance(ends[1].exception(30), NodesChanged)
+        meetings[1 - gone].close()
+
+
+def test_a_node_for_which_there_is_no_place_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = two_meetings(tmp_path, monkeypatch, least=1, most=1)
+    with ThreadPoolExecutor(1) as pool:
+        current, waits = first.join(1), pool.submit(other.join, 1)
+        while not first.spare and not waits.done():
+            time.sleep(0.1)
+            first.news()
+        assert first.end(current)
+        assert isinstance(waits.exception(30), nodes.Ended)
+    first.close()
+    other.close()
+
+
+def test_a_disk_that_fails_for_a_moment_ends_no_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_nodes, "HEARTBEAT", 0.2)
+    meeting = Meeting(tmp_path, 1, 1, timeout=20)
+    meeting.join(1)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwrite", lambda *_: os.read(-1, 1))
+        time.sleep(0.8)
+        assert meeting.news() == "" and not meeting.has_ended()
+    before = (tmp_path / ".nodes" / "state").read_text()
+    time.sleep(0.8)
+    assert (tmp_path / ".nodes" / "state").read_text() != before
     meeting.close()
 
 

@@ -26,6 +26,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # public,
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousGracefulExitError,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -34,7 +35,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.errors import RunFailed, UserError, first_line
 from fivefold.core.text import listed
 from fivefold.launch.meeting import LOOPBACK
 from fivefold.launch.rounds import last_round
@@ -56,8 +57,10 @@ FOLDER = ".nodes"
 LAST_CALL = timedelta(seconds=1)  # time for further nodes to come once the least number of them is there
 HEARTBEAT, MISSED = 1, 10  # seconds between a node's signs of life, and how many may be missing
 LOOK = 0.2  # seconds between two looks at who is there
+_WORD = HEARTBEAT * MISSED  # seconds that torch waits for a word of the first node, without a look at whether it lives
 _PAUSE = 0.05  # seconds between two looks at what the others have said
 _OWN = 0o600
+_PAGE = "docs/howto/elastic.md"
 _SIOCGIFADDR = 0x8915
 
 
@@ -149,7 +152,7 @@ class Meeting:
         self, run_dir: Path, least: int, most: int, *, timeout: float, about: Mapping[str, Any] | None = None
     ) -> None:
         self._folder, self._least, self._timeout = run_dir / FOLDER, least, timeout
-        self._there: frozenset[str] = frozenset()
+        self._there: Mapping[str, int] = {}
         self._last = 0  # number of the last round of this node
         here = address()
         self._presence = _Presence(self._folder, here)
@@ -161,6 +164,7 @@ class Meeting:
         # Without this, rank 0 of a later round could be sent to the store of a node that is gone.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         store, self._clock = FileStore(str(self._folder / "store")), Clock(self._presence.lives)
+        store.set_timeout(timedelta(seconds=_WORD))
         self._rendezvous = DynamicRendezvousHandler.from_backend(
             "nodes", store, FileBackend(self._folder / "state", self._clock), least, most, local_addr=here,
             timeout=RendezvousTimeout(join=timedelta(seconds=timeout), last_call=LAST_CALL),
@@ -171,20 +175,27 @@ class Meeting:
     def join(self, workers: int) -> Round:
         """Wait for the next round, with `workers` workers of this node.
 
-        Raises `Ended` if the run ends meanwhile, `NodesChanged` if a node is gone before it has said who it is, and
-        `RunFailed` if too few nodes come.
+        Raises `Ended` if the run ends meanwhile, `NodesChanged` if a node is gone before it has said who it is,
+        `RunFailed` if too few nodes come, and `UserError` if the folder cannot be read or written.
         """
         try:
             info = self._rendezvous.next_rendezvous()
-        except RendezvousClosedError:
+        except (RendezvousClosedError, RendezvousGracefulExitError):
             raise Ended from None
+        except (RendezvousConnectionError, RuntimeError) as error:
+            if "Timeout" in str(error):  # the first node is gone, before it has said where the ranks meet
+                raise NodesChanged(GONE) from None
+            raise UserError(f"the nodes cannot meet: {first_line(error)}", more=_PAGE) from error
         except RendezvousTimeoutError as error:
             raise RunFailed(
                 f"fewer than {self._least} nodes have come in {self._timeout:g} s (train.nodes, launch.timeout)",
                 fix="start the same command on each of them, with a run.dir that all see",
-                more="docs/howto/elastic.md",
+                more=_PAGE,
             ) from error
         self._there, number = participants(self._rendezvous), round_of(self._rendezvous)
+        is_whole = sorted(self._there.values()) == list(range(info.world_size))
+        if not is_whole or info.world_size < self._least:  # one is gone since the round is complete
+            raise NodesChanged(GONE)
         missed, self._last = 0 < self._last < number - 1, number
         self._clock.all_there = self._presence.has_all  # the first time nodes may be about to start
         mine = Member(socket.gethostname(), os.getpid(), workers)
@@ -225,7 +236,9 @@ class Meeting:
 
     def has_ended(self) -> bool:
         """True if the run has ended on another node."""
-        return bool(self._rendezvous.is_closed())
+        with suppress(RendezvousConnectionError):
+            return bool(self._rendezvous.is_closed())
+        return False
 
     def end(self, of: Round) -> bool:
         """End the run on all nodes that wait, or will. Returns False if the others have gone on, in another round."""
@@ -344,8 +357,10 @@ class _Locked:
             raise RendezvousConnectionError(f"{self._file}: {error.strerror}") from error
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         os.close(self._descriptor)
+        if isinstance(error, OSError):  # torch goes on giving signs of life only after errors of its own kind
+            raise RendezvousConnectionError(f"{self._file}: {error.strerror}") from error
 
     def read(self) -> str:
         """The first line; "" if there is none."""
@@ -380,7 +395,7 @@ class _Presence:
                 f"the nodes cannot meet in {folder}: {error.strerror or error}",
                 fix="set run.dir to a filesystem with locks that all nodes see, or start the ranks with "
                 "torchrun --nnodes MIN:MAX",
-                more="docs/howto/elastic.md",
+                more=_PAGE,
             ) from error
 
     def lives(self, there: str, process: int) -> bool:
@@ -434,7 +449,7 @@ def _agree(file: Path, about: Mapping[str, Any]) -> None:
             if not text:
                 return locked.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "about": mine}))
     except RendezvousConnectionError as error:
-        raise UserError(f"the nodes cannot meet: {error}", more="docs/howto/elastic.md") from error
+        raise UserError(f"the nodes cannot meet: {error}", more=_PAGE) from error
     said = json.loads(text)
     first = said["about"]
     differing = next((name for name in {**first, **mine} if first.get(name) != mine.get(name)), None)
@@ -445,7 +460,7 @@ def _agree(file: Path, about: Mapping[str, Any]) -> None:
         f"{differing} is {here} on this node, {socket.gethostname()} (process {os.getpid()}), and {there} on "
         f"{said['host']} (process {said['pid']}), which came first",
         fix="start every node with the same run file, data and versions; to change them, end all nodes first",
-        more="docs/howto/elastic.md",
+        more=_PAGE,
     )
 
 
@@ -458,7 +473,7 @@ def _open(file: Path) -> int:
         raise UserError(
             f"{file} belongs to another user, or others may write to it",
             fix="remove it, and train as one user on all nodes",
-            more="docs/howto/elastic.md",
+            more=_PAGE,
         )
     return descriptor
 
