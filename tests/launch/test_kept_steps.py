@@ -4,7 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +15,15 @@ import pytest
 from fivefold.checkpoint import kept
 from fivefold.checkpoint.kept import in_first_replica
 from fivefold.config import load_config
+from fivefold.core.errors import RunFailed
 from fivefold.core.kept_steps import KeptStep, MemoryOfNode, newest_kept
 from fivefold.launch import processes
-from fivefold.launch.failure import Suspected, WorkerDied
+from fivefold.launch.failure import Suspected, WorkerDied, leave_failure
 from fivefold.launch.kept import ENDING, Memory
+from fivefold.launch.meeting import _store_has_ended
+from fivefold.launch.memory import Pressure
 from fivefold.launch.nodes import Member
-from fivefold.launch.workers import GONE, NodesChanged, OtherNodes, start_workers
+from fivefold.launch.workers import GONE, NodesChanged, OtherNodes, _first_failure, start_workers
 from fivefold.launch.world import NodeRanks
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.placement import Placement
@@ -129,6 +132,21 @@ def test_workers_are_told_before_they_are_ended(tmp_path: Path) -> None:
     with pytest.raises(NodesChanged):
         start_workers(Crew("", count=1), {}, logs=tmp_path, others=others)
     assert told == [True]
+
+
+@pytest.mark.parametrize("is_news", [True, False])
+def test_a_rank_that_waits_for_a_node_that_dies_ends_no_run(tmp_path: Path, is_news: bool) -> None:
+    """Its worker says so before the launcher has heard of it."""
+    leave_failure(tmp_path, 1, _store_has_ended(1, "10.0.0.1:4242"))
+    error = _first_failure(tmp_path, {1: 1}, Pressure(), None)
+    ended: list[Any] = []
+    meeting: Any = SimpleNamespace(has_news_within=lambda _: is_news, end=lambda current: ended.append(current) or True)
+    config = load_config(None, [f"run.dir={tmp_path}", "train.nodes=1:2"])
+    with Memory(tmp_path) as memory:
+        node = nodes._Node(config, cast(Any, None), meeting, 1, lambda settled, *_: settled, None, {}, memory)
+        with nullcontext() if is_news else pytest.raises(RunFailed, match="rank 1 was waiting"):
+            assert node._survived(cast(Any, error), cast(Any, "round")) is None
+    assert ended == ([] if is_news else ["round"])
 
 
 def test_the_memory_of_a_launcher(tmp_path: Path) -> None:

@@ -166,8 +166,12 @@ def _wait_for_all(store: Any, rank: int, size: int, place: str, wait: _Wait) -> 
         raise _store_has_ended(rank, place) from error
 
 
-def _store_has_ended(rank: int, place: str) -> RunFailed:
-    return RunFailed(
+class OthersGone(RunFailed):
+    """A rank waited to meet others that have ended."""
+
+
+def _store_has_ended(rank: int, place: str) -> OthersGone:
+    return OthersGone(
         f"rank {rank} was waiting at {place}, and the process that listened there has ended",
         fix="look at what rank 0 has said",
     )

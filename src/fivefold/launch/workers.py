@@ -27,6 +27,7 @@ from fivefold.launch.failure import (
     room_for_failures,
 )
 from fivefold.launch.kept import ENDING
+from fivefold.launch.meeting import OthersGone
 from fivefold.launch.memory import Needs, Pressure, address_said, room
 from fivefold.launch.processes import Awaits, Workers, private_folder
 from fivefold.launch.watch import Watch
@@ -128,7 +129,8 @@ def start_workers(
             died.cause = watch.server
             raise died
         is_changed = any(codes.values()) and (news or {TERMINATED, INTERRUPTED} & {*codes.values()})
-        if others and is_changed and not any(failure["is_users"] for failure in failures(logs)):
+        own = [each for each in failures(logs) if each["is_users"] and each["type"] != OthersGone.__name__]
+        if others and is_changed and not own:
             raise NodesChanged(news)
         if frozen or watch.server or any(codes.values()):
             raise _first_failure(logs, codes, pressure, Needs.load(folder)) from None
@@ -196,6 +198,8 @@ def _first_failure(logs: Path, codes: Mapping[int, int], pressure: Pressure, nee
     if first["is_users"]:
         if suspects := first["suspects"]:
             return Suspected(first["what"], fix=first["fix"], more=first["more"], ranks=suspects)
+        if first["type"] == OthersGone.__name__:
+            return OthersGone(first["what"], fix=first["fix"], more=first["more"])
         kind = UserError if first["exit_code"] == UserError.exit_code else RunFailed
         return kind(first["what"], fix=first["fix"], more=first["more"])
     more = f"log: {logs / 'rank-{}.log'.format(first['rank'])}"

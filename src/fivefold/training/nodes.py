@@ -28,6 +28,7 @@ from fivefold.launch.events import Listener, following
 from fivefold.launch.failure import Suspected, WorkerDied, failures
 from fivefold.launch.folder import held, last_logged_step, last_saved_step, open_folder
 from fivefold.launch.kept import Memory
+from fivefold.launch.meeting import OthersGone
 from fivefold.launch.model import check_model
 from fivefold.launch.nodes import Ended, Meeting, Member, Round, changed
 from fivefold.launch.processes import Workers, private_folder
@@ -131,6 +132,8 @@ class _Node:
             if error.is_own and self._suffices_without(current, 1) and self._failed_alone(current):
                 times = f" {many(self._restarts, 'time')} without a new checkpoint" * (self._restarts > 1)
                 self._leave(current, f"left out: {error.what},{times} and on this node alone", error)
+        if isinstance(error, OthersGone) and self._meeting.has_news_within(_CONSEQUENCE):
+            return None
         self._memory.forget()  # what is wrong may be in it
         if isinstance(error, Suspected) and self._config.train.leave_out:
             named = {current.node_of(rank) for rank in error.ranks}
