@@ -167,7 +167,7 @@ def _wait_for_all(store: Any, rank: int, size: int, place: str, wait: _Wait) -> 
 
 
 class OthersGone(RunFailed):
-    """A rank waited to meet others that have ended."""
+    """A rank waited to meet or to connect to others, one of which has ended."""
 
 
 def _store_has_ended(rank: int, place: str) -> OthersGone:

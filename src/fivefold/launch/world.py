@@ -19,8 +19,8 @@ from runpy import run_path
 from typing import Any
 
 from fivefold.config.schema import LaunchSection
-from fivefold.core.errors import RunFailed, UserError, first_line
-from fivefold.launch.meeting import LOOPBACK, meet
+from fivefold.core.errors import UserError, first_line
+from fivefold.launch.meeting import LOOPBACK, OthersGone, meet
 
 FILE, TCP = "file://", "tcp://"
 TIMEOUT = timedelta(hours=1)  # of one collective, a backstop for the watchdog (train.collective_timeout)
@@ -313,7 +313,7 @@ def _open_group(world: World, timeout: float, store: Any) -> None:
     except RuntimeError as error:
         if not is_met:
             raise
-        raise RunFailed(
+        raise OthersGone(
             f"rank {world.rank} could not connect to the other ranks, which had all come: {first_line(error)}",
             fix="look at what they have said: one may have ended; or let the network between their machines pass",
             more="docs/explain/machine.md",
