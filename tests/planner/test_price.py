@@ -159,3 +159,30 @@ def test_a_loss_of_the_users_own_has_the_logits_of_the_whole_vocabulary() -> Non
         for prices in (PriceList(facts, cluster, engine), own, own.repriced(cluster, engine))
     )
     assert again == with_own > plain
+
+
+def test_what_is_coded_and_put_in_order_moves_through_memory() -> None:
+    """Of a layer over two nodes of two ranks: between the levels 2 x 4 bytes of each number, 51 of one that is coded,
+    25 of one that is decoded and 12 of one that is added up. A rank codes its own quarter of a gather, and the half of
+    a reduction that its node has summed."""
+
+    def moved(layout: str, what: str) -> float:
+        """Bytes of a layer's gather or reduction."""
+        found = []
+        for bandwidth in (1e9, 1.0):  # GB/s
+            cluster = Cluster.parse("2x2xcpu")
+            chip = replace(cluster.chip, memory_bandwidth_gbs=bandwidth, memory_fraction=1.0)
+            price_list = PriceList(facts_of_config("llama-3.1-8b"), replace(cluster, chip=chip), ENGINES["fivefold"])
+            (unit,) = Step(price_list, Layout.parse(layout), Workload(TOKENS, 4)).shards.layers[0].units
+            found.append(float(getattr(unit, what)))
+        return (found[1] - found[0]) * 1e9
+
+    numbers, plain = 218_112_000, "shard4+hier2+fp32"
+    gather = moved("shard4+hier2+qwz+fp32", "gather_seconds") - moved(plain, "gather_seconds")
+    less = 2 * (4 - 1) * numbers  # what is put in order is coded, too
+    assert gather == pytest.approx((51 / 4 + 25) * numbers - less, rel=0.01)
+    assert moved("shard4+hier2+qgz+fp32", "reduce_seconds") - moved(plain, "reduce_seconds") == pytest.approx(
+        (51 + 25 + 12) * numbers / 2, rel=0.01
+    )
+    in_two = moved(plain, "reduce_seconds") - moved("shard4+fp32", "reduce_seconds")
+    assert in_two == pytest.approx(2 * 4 * numbers, rel=0.01)
