@@ -16,7 +16,6 @@ gloo gives up a connection if the memory of a send or receive on it is gone. So 
 also if its caller forgets it: it ends when its process waits for this or a later one of the group.
 """
 
-import math
 import os
 import threading
 import time
@@ -36,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.parallel import plain, shared_memory
+from fivefold.parallel.shared_memory import numbers_by_rank
 from fivefold.torch_internals import can_carry, carried_by, carry, cpu_timeout
 
 _AVG = 1  # as c10d numbers them
@@ -104,7 +104,7 @@ class Direct:
         self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> "Exchange | None":
         """`received` and `sent`: rows from and for each rank; empty if they are equal."""
-        incoming, outgoing = _numbers(output, received, self._size), _numbers(given, sent, self._size)
+        incoming, outgoing = (numbers_by_rank(*each, self._size) for each in ((output, received), (given, sent)))
         if output.dtype != given.dtype or incoming is None or outgoing is None:
             return None  # gloo says what is wrong with it
         into = _memory(output, apart=not _share(output, given))
@@ -244,13 +244,3 @@ def _put(found: Tensor, into: Tensor) -> None:
 
 def _reduces(tensor: Tensor, how: int) -> bool:
     return tensor.dtype in _REDUCED and how in _REDUCTIONS and (how != _AVG or tensor.is_floating_point())
-
-
-def _numbers(tensor: Tensor, rows: Sequence[int], ranks: int) -> list[int] | None:
-    """Numbers of the rows for each rank; None if these rows are not the tensor's."""
-    length = len(tensor) if tensor.dim() else 0
-    if not rows and length % ranks == 0:
-        return [tensor.numel() // ranks] * ranks
-    if len(rows) != ranks or sum(rows) != length:
-        return None
-    return [count * math.prod(tensor.shape[1:]) for count in rows]

@@ -287,10 +287,12 @@ class Channel:
         """`received` and `sent`: rows from and for each rank; empty if they are equal."""
         if output.dtype != given.dtype:
             return None
-        counts = _row_bytes(output, received, self.size), _row_bytes(given, sent, self.size)
-        if counts[0] is None or counts[1] is None:
+        incoming, outgoing = numbers_by_rank(output, received, self.size), numbers_by_rank(given, sent, self.size)
+        if incoming is None or outgoing is None:
             raise ValueError(f"all_to_all of group {self.name[1]}: its splits are not those of its tensors")
-        return self._issue(_EXCHANGE, output, given, 0, counts=(counts[0], counts[1]))
+        each = given.element_size()
+        counts = [each * count for count in incoming], [each * count for count in outgoing]
+        return self._issue(_EXCHANGE, output, given, 0, counts=counts)
 
     def barrier(self) -> "Pending":
         nothing = torch.empty(0, dtype=torch.uint8)
@@ -339,15 +341,14 @@ def _reduces(tensor: Tensor, how: int) -> bool:
     return tensor.dtype in _TYPES and (of_integers or (how == _AVG and tensor.is_floating_point()))
 
 
-def _row_bytes(tensor: Tensor, rows: Sequence[int], ranks: int) -> list[int] | None:
-    """Bytes of the rows for each rank; None if these rows are not the tensor's."""
+def numbers_by_rank(tensor: Tensor, rows: Sequence[int], ranks: int) -> list[int] | None:
+    """Numbers of the rows for each rank, alike for all if `rows` is empty; None if these rows are not the tensor's."""
     length = len(tensor) if tensor.dim() else 0
     if not rows and length % ranks == 0:
-        return [tensor.nbytes // ranks] * ranks
+        return [tensor.numel() // ranks] * ranks
     if len(rows) != ranks or sum(rows) != length:
         return None
-    each = math.prod(tensor.shape[1:]) * tensor.element_size()
-    return [count * each for count in rows]
+    return [count * math.prod(tensor.shape[1:]) for count in rows]
 
 
 @dataclass(eq=False)
