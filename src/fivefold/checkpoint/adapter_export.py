@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint.base import base_source, check_base
-from fivefold.checkpoint.card import CARD, model_card
+from fivefold.checkpoint.card import model_card
 from fivefold.checkpoint.load import Checkpoint
-from fivefold.checkpoint.model_folder import beside, json_text, save_tensors
+from fivefold.checkpoint.model_folder import OF_MODEL, beside, contents, json_text, origin, save_tensors
 from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
 from fivefold.config import RunConfig, parse_config
 from fivefold.core.errors import UserError
 from fivefold.data.tokenizer import tokenizer_files
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
+from fivefold.models.origin import CARD, copied
 from fivefold.parallel.adapters.facts import targets_of
-from fivefold.parallel.adapters.merge_check import MergeCheck, check_merged
-from fivefold.parallel.adapters.peft_folder import CONFIG, WEIGHTS, config_beside, names_in_peft, to_peft
+from fivefold.parallel.adapters.merge_check import MergeCheck, Stored, check_merged
+from fivefold.parallel.adapters.peft_folder import CONFIG, WEIGHTS, base_name, config_beside, names_in_peft, to_peft
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.adapters.sources import InNf4, Merged, transposed_modules
 
@@ -75,7 +76,7 @@ class CheckpointAdapter:
     def _model(self) -> Any:
         return build_meta(load_model_config(self.checkpoint.model_folder))
 
-    def merged(self, dtype: torch.dtype, room: int | None) -> tuple["WholeTensors", MergeCheck]:
+    def merged(self, stored: Stored, room: int | None) -> tuple["WholeTensors", MergeCheck]:
         """The model with merged weights, fp32, and the comparison of its logits; see `check_merged`. Raises `UserError`
         if the model's own weights are gone, `RunFailed` if the logits differ."""
         transposed = transposed_modules(self._model)
@@ -84,7 +85,7 @@ class CheckpointAdapter:
         if self.lora.quantize == "nf4":  # the base that the adapter was trained on
             base = InNf4(base, [target.weight for target in targets_of(facts_of(self._model), self.lora)])
         merged = Merged(base, adapter, self.lora, transposed)
-        check = check_merged(self._model.config, base, adapter, merged, self.lora, dtype, room)
+        check = check_merged(self._model.config, base, adapter, merged, self.lora, stored, room)
         return _Whole(merged), check
 
     def write(
@@ -97,9 +98,10 @@ class CheckpointAdapter:
         card = model_card(
             self.checkpoint, run, arguments=arguments, dtype=str(kind).removeprefix("torch."), adapted=self.parameters,
         )  # fmt: skip
-        base, folder = self.config.model.name_or_path, self.checkpoint.model_folder
-        files = {str(path.relative_to(folder)): path.read_bytes() for path in tokenizer_files(folder)}
-        files[CARD] = card.encode()
+        folder = self.checkpoint.model_folder
+        files = {**contents(folder, self.checkpoint.manifest.files), CARD: card.encode()}
+        files = {name: files[name] for name in files.keys() - OF_MODEL}
+        base = base_name(self.config.model.name_or_path, is_local=origin(folder, "hub") is None)
         return write_peft(source, out, self.lora, self._model, base=base, dtype=kind, files=files, force=force), kind
 
 
@@ -112,7 +114,7 @@ def write_peft(
     `force` replaces an existing adapter, `into` keeps other files. Raises `RunFailed`, or `UserError` if the folder is
     at fault."""
     there = set(out.iterdir()) if out.is_dir() else set()
-    ours = [*(out / name for name in _FILES), *tokenizer_files(out)]
+    ours = [*(out / name for name in _FILES), *tokenizer_files(out), *copied(out)]
     into = into and out.is_dir()
     is_adapter = out / CONFIG in there and there <= {*ours, *(path.parent for path in ours)}
     if not into and out.exists() and (not out.is_dir() or there) and not (force and is_adapter):

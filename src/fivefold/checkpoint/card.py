@@ -1,20 +1,18 @@
 """The model card of an export: base model, training data, settings, results and how to load it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import metadata_load
 
+from fivefold.checkpoint import model_folder
 from fivefold.checkpoint.find import is_remote
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.config import RunConfig, parse_config
 from fivefold.core import json_lines
-from fivefold.core.hub import is_hub_id
 from fivefold.data.source import HUB
 
-CARD = "README.md"
 _POINTS = 10  # rows of the curve
 _UNKNOWN = "unknown"
 
@@ -28,10 +26,14 @@ tokenizer = AutoTokenizer.from_pretrained({arguments})
 """
 
 
-def model_card(checkpoint: Checkpoint, run: str | Path, *, arguments: str, dtype: str, adapted: int = 0) -> str:
+def model_card(
+    checkpoint: Checkpoint, run: str | Path, *, arguments: str, dtype: str, adapted: int = 0,
+    lacks: Mapping[str, int] | None = None,
+) -> str:  # fmt: skip
     """The text of README.md: front matter as the hub reads it, tables, and the lines that load it.
 
     `arguments` of `from_pretrained` load it, as Python: `"me/it"`. `adapted`: parameters of an adapter, 0 for a model.
+    `lacks`: counts of layers of the base model that the config no longer declares.
     Unknown entries are left out, except the licence: the base model's if its folder states one, else unknown. Files are
     named without their folders.
     """
@@ -39,15 +41,15 @@ def model_card(checkpoint: Checkpoint, run: str | Path, *, arguments: str, dtype
     config = parse_config(file.read_text(encoding="utf-8")) if file.is_file() else None
     is_adapter, package = adapted > 0, "peft" if adapted else "transformers"
     title = config.run.name if config else Path(str(run)).name
-    licence = _licence(config.model.name_or_path) if config and config.model.init == "pretrained" else _UNKNOWN
+    hub, licence = (model_folder.origin(checkpoint.model_folder, key) for key in ("hub", "licence"))
     front: dict[str, Any] = {
         "library_name": package,
-        "license": licence,
+        "license": licence or _UNKNOWN,
         "pipeline_tag": "text-generation",
         "tags": ["fivefold", *(["lora"] if is_adapter else [])],
     }
-    if config and config.model.init == "pretrained" and is_hub_id(config.model.name_or_path):
-        front["base_model"] = config.model.name_or_path
+    if hub:
+        front["base_model"] = hub
         front["base_model_relation"] = "adapter" if is_adapter else "finetune"
     if datasets := _datasets(config) if config else []:
         front["datasets"] = datasets
@@ -56,23 +58,22 @@ def model_card(checkpoint: Checkpoint, run: str | Path, *, arguments: str, dtype
         package=package, model_class="AutoPeftModelForCausalLM" if is_adapter else "AutoModelForCausalLM",
         arguments=arguments,
     )  # fmt: skip
-    terms = "Licence: unknown. Those" if licence == _UNKNOWN else f"Licence of the base model: {licence}. The terms"
+    terms = f"Licence of the base model: {licence}. The terms" if licence else "Licence: unknown. Those"
+    without = "".join(f"{line}.\n\n" for line in lacking(lacks or {}))
     return (
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {title}\n\n"
-        f"Trained with fivefold.\n\n{load}\n{_table(('', ''), rows.items())}\n{_curve(checkpoint, run)}"
+        f"Trained with fivefold.\n\n{load}\n{_table(('', ''), rows.items())}\n{_curve(checkpoint, run)}{without}"
         f"{terms} of the base model and of the data apply.\n"
     )
 
 
-def _licence(folder: str) -> str:
-    """The licence that the model card in a model's folder states."""
-    card = Path(folder).expanduser() / CARD
-    try:
-        front = metadata_load(card) if card.is_file() else None
-    except (ValueError, yaml.YAMLError):  # not UTF-8, or no front matter of keys
-        front = None
-    stated = (front or {}).get("license")
-    return stated if isinstance(stated, str) and stated else _UNKNOWN
+def lacking(lacks: Mapping[str, int]) -> list[str]:
+    """A line for each count of layers that an export lacks, and its config no longer declares."""
+    return [
+        f"{key} is 0 in its config.json, and was {count}: layers that predict further tokens are not trained, and "
+        "not in the weights"
+        for key, count in lacks.items()
+    ]
 
 
 def _datasets(config: RunConfig) -> list[str]:

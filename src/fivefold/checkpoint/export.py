@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fivefold.checkpoint import adapter_export, model_folder
-from fivefold.checkpoint.card import CARD, model_card
+from fivefold.checkpoint.card import model_card
 from fivefold.checkpoint.find import best_step, find_checkpoint
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
@@ -25,6 +25,7 @@ from fivefold.core.hub import Repository
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.merged import Merged, split
+from fivefold.models.origin import CARD
 from fivefold.models.recipe import stored_buffers
 from fivefold.parallel.adapters.merge_check import MergeCheck
 
@@ -44,6 +45,7 @@ class Exported:
     is_adapter: bool = False  # a folder of `peft`
     pushed: str | None = None  # its address on the hub
     check: MergeCheck | None = None  # only for a merged adapter
+    lacks: Mapping[str, int] = field(default_factory=dict)  # counts of layers that the config no longer declares
 
 
 def export(
@@ -90,22 +92,21 @@ def _export(
     if beside is not None and not merge:
         size, kind = beside.write(out, run, dtype, arguments=arguments, force=force)
         return Exported(out, checkpoint.manifest.step, beside.parameters, size, kind, is_adapter=True)
-    came_in = model_folder.came_in(checkpoint.model_folder)
+    came_in = model_folder.origin(checkpoint.model_folder, "dtype")
     target = export_dtype(dtype, came_in=came_in, trained=checkpoint.source().dtype(checkpoint.source().ordered[0]))
-    check = None
+    check, known = None, known_of(checkpoint.model_folder, target)
     if beside is not None:
         _check_free(out, force)
-        source, check = beside.merged(target, room)
-    files = model_folder.contents(checkpoint.model_folder)
-    files[CARD] = model_card(checkpoint, run, arguments=arguments, dtype=_name(target)).encode()
-    known = known_of(checkpoint.model_folder)
-    size = write_folder(source, out, files, target, known, force=force, file_bytes=file_bytes)
+        source, check = beside.merged(known.stored, room)
+    files = model_folder.contents(checkpoint.model_folder, checkpoint.manifest.files)
+    card = model_card(checkpoint, run, arguments=arguments, dtype=_name(target), lacks=known.lacks)
+    size = write_folder(source, out, {**files, CARD: card.encode()}, known, force=force, file_bytes=file_bytes)
     parameters = sum(prod(source.shape(name)) for name in source.ordered if name not in known.buffers)
-    return Exported(out, checkpoint.manifest.step, parameters, size, target, check=check)
+    return Exported(out, checkpoint.manifest.step, parameters, size, target, check=check, lacks=known.lacks)
 
 
 def write_folder(
-    source: WholeTensors, out: Path, files: Mapping[str, bytes], dtype: torch.dtype, known: "Known", *,
+    source: WholeTensors, out: Path, files: Mapping[str, bytes], known: "Known", *,
     force: bool = False, into: bool = False, file_bytes: int = FILE_BYTES,
 ) -> int:  # fmt: skip
     """Write `files` (config, tokenizer) and the tensors of `source` as the Hugging Face folder `out`, through a
@@ -118,8 +119,8 @@ def write_folder(
     if not into:
         _check_free(out, force)
     with model_folder.beside(out) as temporary:
-        _write_model_files(files, temporary, dtype)
-        size = _write_weights(source, temporary, dtype, file_bytes, known)
+        _write_model_files(files, temporary, known)
+        size = _write_weights(source, temporary, file_bytes, known)
         (_publish_into if into else _publish)(temporary, out)
     return size
 
@@ -153,13 +154,23 @@ def _publish_into(temporary: Path, out: Path) -> None:
         os.replace(path, out / path.name)
 
 
-def _write_model_files(files: Mapping[str, bytes], folder: Path, dtype: torch.dtype) -> None:
-    """Write config, generation config, tokenizer and card; the config states the type of the weights."""
+def _write_model_files(files: Mapping[str, bytes], folder: Path, known: "Known") -> None:
+    """Write config, generation config, tokenizer, processors and card; the config states the type of the weights, and
+    none of the layers that the folder lacks."""
     for name in files.keys() - {model_folder.ORIGIN}:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(files[name])
-    config = model_folder.read_json(folder / model_folder.CONFIG) | {"dtype": _name(dtype)}
-    (folder / model_folder.CONFIG).write_bytes(model_folder.json_text(config))
+    config = model_folder.read_json(folder / model_folder.CONFIG)
+    stated = _stated(config, dict.fromkeys(known.lacks, 0)) | {"dtype": _name(known.dtype)}
+    (folder / model_folder.CONFIG).write_bytes(model_folder.json_text(stated))
+
+
+def _stated(section: Mapping[str, Any], others: Mapping[str, int]) -> dict[str, Any]:
+    """A section of a config with the values of `others` in it and in its sections."""
+    return {
+        key: others[key] if key in others else _stated(value, others) if isinstance(value, dict) else value
+        for key, value in section.items()
+    }
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -168,34 +179,49 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Known:
-    """Properties of the files of a model class: names that differ from the model's own, tensors that are split, and
-    stored buffers."""
+    """Properties of the files of a model class, with weights in `dtype`: names that differ from the model's own,
+    tensors that are split, stored buffers, types that differ from `dtype`, and what the config counts of layers that
+    the class lacks."""
 
-    names: Mapping[str, str]
-    pieces: Merged
-    buffers: Mapping[str, torch.Tensor]
+    dtype: torch.dtype
+    names: Mapping[str, str] = field(default_factory=dict)
+    pieces: Merged = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    others: Mapping[str, torch.dtype] = field(default_factory=dict)
+    lacks: Mapping[str, int] = field(default_factory=dict)
+
+    def stored(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """The values of a tensor in the type in which it leaves. Raises `UserError` if one is too large for it."""
+        return cast(name, values, self.type_of(name))
+
+    def type_of(self, name: str) -> torch.dtype:
+        """The type in which a tensor leaves."""
+        return self.others.get(name, self.dtype)
 
 
-def known_of(config: Any) -> Known:
-    """The properties of the model class of `config`, which may be a model folder."""
+def known_of(config: Any, dtype: torch.dtype) -> Known:
+    """The properties of the model class of `config`, which may be a model folder, for weights in `dtype`."""
     try:
         model = build_meta(load_model_config(config) if isinstance(config, Path) else config)
-        return Known(*hf_internals.saved_as(model), stored_buffers(model))
+        types = hf_internals.stored_dtypes(model, dtype)
+        others = {name: kind for name, kind in types.items() if kind != dtype}
+        names, pieces = hf_internals.saved_as(model)
+        return Known(dtype, names, pieces, stored_buffers(model), others, hf_internals.unbuilt_layers(model))
     except UserError:  # a class that is registered only in the training process
-        return Known({}, {}, {})
+        return Known(dtype)
 
 
-def _write_weights(source: WholeTensors, folder: Path, dtype: torch.dtype, file_bytes: int, known: Known) -> int:
+def _write_weights(source: WholeTensors, folder: Path, file_bytes: int, known: Known) -> int:
     """Write the tensors into as few files as `file_bytes` allows, with an index if there are several."""
-    files = list(_files(source, dtype, file_bytes))
+    files = list(_files(source, known, file_bytes))
     where: dict[str, str] = {}
     computed = {name: values for name, values in known.buffers.items() if name not in source.ordered}
     total = 0
     for number, names in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        tensors = {name: cast(name, source.whole(name), dtype) for name in names}
+        tensors = {name: known.stored(name, source.whole(name)) for name in names}
         if number == 1:
-            tensors |= {name: cast(name, values, dtype) for name, values in computed.items()}
+            tensors |= {name: known.stored(name, values) for name, values in computed.items()}
         for name in [name for name in tensors if name in known.pieces]:
             tensors |= split(known.pieces[name], tensors.pop(name))
         tensors = {known.names.get(name, name): tensor for name, tensor in tensors.items()}
@@ -208,12 +234,12 @@ def _write_weights(source: WholeTensors, folder: Path, dtype: torch.dtype, file_
     return total
 
 
-def _files(source: WholeTensors, dtype: torch.dtype, file_bytes: int) -> Iterator[list[str]]:
+def _files(source: WholeTensors, known: Known, file_bytes: int) -> Iterator[list[str]]:
     """Names in the model's order, split so that each file stays within `file_bytes`."""
     names: list[str] = []
     size = 0
     for name in source.ordered:
-        more = prod(source.shape(name)) * dtype.itemsize
+        more = prod(source.shape(name)) * known.type_of(name).itemsize
         if names and size + more > file_bytes:
             yield names
             names, size = [], 0

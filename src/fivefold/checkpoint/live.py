@@ -15,10 +15,14 @@ from torch import Tensor, nn
 
 from fivefold.checkpoint import model_folder
 from fivefold.checkpoint.adapter_export import write_peft
+from fivefold.checkpoint.card import lacking
 from fivefold.checkpoint.export import known_of, write_folder
 from fivefold.checkpoint.save import OwnedSlice, collect, on_first_rank
 from fivefold.checkpoint.whole_tensors import export_dtype
+from fivefold.core.hub import is_hub_id
+from fivefold.core.terminal import say
 from fivefold.models.build import build_meta
+from fivefold.parallel.adapters.peft_folder import base_name
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.fsdp.runtime import master_dtype, reshard
 from fivefold.parallel.state import state_of
@@ -97,11 +101,14 @@ def export_live(
         try:
             if adapter is not None:
                 plain = build_meta(deepcopy(model.config))
-                base = getattr(model.config, "name_or_path", "")
+                name = getattr(model.config, "name_or_path", "")
+                base = base_name(name, is_local=not is_hub_id(name))
                 write_peft(source, out, adapter, plain, base=base, dtype=target, force=force, into=into)
                 return
-            known = known_of(deepcopy(model.config))
-            write_folder(source, out, _files(model), target, known, force=force, into=into)
+            known = known_of(deepcopy(model.config), target)
+            write_folder(source, out, _files(model), known, force=force, into=into)
+            for line in lacking(known.lacks):
+                say(line)
         finally:
             source.follow()
 

@@ -6,7 +6,7 @@ tokenizer's files: a checkpoint does not need the folder that its run started fr
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users, of_system
 from fivefold.core.interrupts import sigterm_raises
 from fivefold.data.tokenizer import tokenizer_files
+from fivefold.models.origin import Origin
 
 FOLDER = "model"
 CONFIG, GENERATION = "config.json", "generation_config.json"
-ORIGIN = "origin.json"  # only in checkpoints: the dtype in the starting model's config
+ORIGIN = "origin.json"  # only in checkpoints: the dtype, the hub id and the licence of the starting model
+OF_MODEL = frozenset({CONFIG, GENERATION, ORIGIN})  # of no use next to an adapter
 
 
 def model_files(
@@ -34,25 +36,31 @@ def model_files(
     tokenizer: Path | None,
     generation: Any = None,
     came_in: str | None = None,
+    origin: Origin | None = None,
 ) -> dict[str, bytes]:
     """The files of the folder by their paths in it, for a model of class `model_class` whose `transformers` config is
     `config`.
 
     `dtype` is that of the weights (`float32`); `tokenizer` a tokenizer folder; `generation` the model's generation
-    config; `came_in` is the dtype in the starting model's config.
+    config; `came_in` is the dtype of the starting model, and `origin` its folder.
     """
     values = json.loads(config.to_json_string())
     values |= {"architectures": [model_class], "dtype": dtype, "use_cache": True}
     lent = json.loads(generation.to_json_string()) if generation is not None else {}
     own = {key: values.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    files = {CONFIG: json_text(values), GENERATION: json_text(own | lent), ORIGIN: json_text({"dtype": came_in})}
+    origin = origin or Origin()
+    about = {"dtype": came_in, "hub": origin.hub, "licence": origin.licence}
+    files = {CONFIG: json_text(values), GENERATION: json_text(own | lent), ORIGIN: json_text(about)}
     copied = tokenizer_files(tokenizer) if tokenizer is not None else []
-    return files | {str(path.relative_to(tokenizer or path)): path.read_bytes() for path in copied}
+    of_tokenizer = {str(path.relative_to(tokenizer or path)): path.read_bytes() for path in copied}
+    return {**origin.files, **of_tokenizer, **files}
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """The result of `model_files`, read from the folder of a checkpoint."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+def contents(folder: Path, saved: Iterable[str]) -> dict[str, bytes]:
+    """The result of `model_files`, read from the folder of a checkpoint. `saved`: the files that its manifest lists;
+    whatever else lies in the folder is not the checkpoint's."""
+    names = sorted(name.removeprefix(f"{FOLDER}/") for name in saved if name.startswith(f"{FOLDER}/"))
+    return {name: (folder / name).read_bytes() for name in names}
 
 
 @contextmanager
@@ -83,9 +91,10 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     path.chmod(mode)
 
 
-def came_in(folder: Path) -> str | None:
-    """The dtype of the model that the run of a checkpoint started from, in torch's name; None if unknown."""
-    found = read_json(folder / ORIGIN).get("dtype") if (folder / ORIGIN).is_file() else None
+def origin(folder: Path, key: str) -> str | None:
+    """A fact about the model that the run of a checkpoint started from: its `dtype` in torch's name, its `hub` id, its
+    `licence`. None if there is none, and for checkpoints of versions that did not keep it."""
+    found = read_json(folder / ORIGIN).get(key) if (folder / ORIGIN).is_file() else None
     return found if isinstance(found, str) else None
 
 

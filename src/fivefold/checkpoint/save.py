@@ -517,6 +517,7 @@ def _texts(model: nn.Module, about: Metadata) -> dict[str, bytes]:
         tokenizer=about.tokenizer_dir,
         generation=getattr(model, "generation_config", None),
         came_in=dtype_name(getattr(model.config, "dtype", None)),
+        origin=getattr(model, "origin", None),
     )
     return texts | {f"{model_folder.FOLDER}/{name}": content for name, content in model_files.items()}
 

@@ -57,6 +57,7 @@ def export(
     Example: fivefold export runs/demo my-model
     """
     imported("fivefold.checkpoint.export")
+    from fivefold.checkpoint.card import lacking
     from fivefold.checkpoint.export import export as export_run
     from fivefold.launch.memory import room
 
@@ -76,6 +77,8 @@ def export(
             say(line)
         return
     say(f"{out} is a Hugging Face folder: {human(done.parameters)} parameters in {kind}, {human(done.bytes)}B")
+    for line in lacking(done.lacks):
+        say(line)
     if done.check is not None:
         say(_compared(done.check, kind))
     if done.pushed:

@@ -53,13 +53,24 @@ def is_gguf(path: Path) -> bool:
 
 def check_not_gguf(path: Path) -> None:
     """Raise `UserError` for a GGUF file, and for a folder that has one but no config.json."""
-    is_in_place = not (path / "config.json").is_file() and any(path.glob("*.gguf"))
-    if path.suffix == ".gguf" or is_in_place or is_gguf(path):
-        raise UserError(
-            f"{path} holds quantised weights as GGUF, the file of llama.cpp, which is not read here",
-            fix="write a Hugging Face folder of it by transformers, once",
-            more="docs/start/first_fine_tune.md",
-        )
+    if path.suffix == ".gguf" or is_gguf(path):
+        raise _gguf(f"{path} holds")
+    if not (path / "config.json").is_file():
+        check_only_gguf(path)
+
+
+def check_only_gguf(folder: Path) -> None:
+    """Raise `UserError` for a folder, without other weights, that has a GGUF file."""
+    if found := sorted(file.name for file in folder.glob("*.gguf")):
+        raise _gguf(f"{folder}: {found[0]} holds")
+
+
+def _gguf(what: str) -> UserError:
+    return UserError(
+        f"{what} quantised weights as GGUF, the file of llama.cpp, which is not read here",
+        fix="write a Hugging Face folder of it by transformers, once",
+        more="docs/start/first_fine_tune.md",
+    )
 
 
 def check_counts(values: Mapping[str, Any], name: str) -> None:

@@ -13,10 +13,11 @@ _SECONDS = 10  # timeout of the first request to the hub
 
 def is_hub_id(name: str) -> bool:
     """True for `org/name`, unless `org` is a folder here: a mistyped path must not become a network call."""
-    return _is_repository(name) and not Path(name).parent.is_dir()
+    return looks_like_id(name) and not Path(name).parent.is_dir()
 
 
-def _is_repository(name: str) -> bool:
+def looks_like_id(name: str) -> bool:
+    """True for `org/name`, whatever is here."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None
 
 
@@ -59,7 +60,7 @@ class Repository:
     revision: str | None = None
 
     def __post_init__(self) -> None:
-        if not _is_repository(self.name):
+        if not looks_like_id(self.name):
             raise UserError(f"{self.name} is no repository of the hub", fix="write org/name, or user/name")
 
     @property

@@ -48,6 +48,7 @@ _VOCABULARIES = (
     "tokenizer.json", "tokenizer.*.json", "tokenizer.model*", "*.model", "*.spm", "*.tiktoken", "tekken.json", "vocab*",
     "merges.txt", "bpe.codes", "dict.txt",
 )  # fmt: skip
+_NO_VOCABULARY = (".py", ".pyc", ".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # The files of a tokenizer, as names or patterns: fetched, read, and copied to saved models.
 TOKENIZER_FILES = (
     *_VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -247,8 +248,10 @@ def _vocabulary_size(name: str) -> int:
 
 
 def tokenizer_files(folder: Path, patterns: Sequence[str] = TOKENIZER_FILES) -> list[Path]:
-    """The files of a tokenizer in a folder: vocabularies, settings and chat templates."""
-    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    """The files of a tokenizer in a folder: vocabularies, settings and chat templates; no code, and none that is hidden
+    or holds weights, whatever its name begins with."""
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path for path in found if not path.name.startswith(".") and path.suffix not in _NO_VOCABULARY)
 
 
 def _folder_of(name: str, *, auto: bool) -> Path:

@@ -1,7 +1,7 @@
 """From a model's name to its class on the meta device: no weights, no replaced modules, no code from a folder."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
@@ -104,12 +104,26 @@ def build_meta(
         raise _cannot_build(hf_config, error) from error
     _check_sizes(model)
     model.config.use_cache = False
-    model.config.dtype = hf_config.dtype
+    model.config.dtype = _dtype(hf_config, model, weights)
     hf_internals.select_experts(model, own_experts.NAME)
     _refuse_noise(model)
     if weights and own_heads(weights, model):
-        return build_meta(hf_internals.untied_config(hf_config), attention=attention, model_class=model_class)
+        apart = build_meta(hf_internals.untied_config(hf_config), attention=attention, model_class=model_class)
+        apart.config.dtype = model.config.dtype
+        return apart
     return model
+
+
+def _dtype(hf_config: PreTrainedConfig, model: PreTrainedModel, weights: Path | None) -> torch.dtype | None:
+    """The type of the original weights, as `from_pretrained(dtype="auto")` finds it: in the config of the class, which
+    may be the text part of `hf_config`; else in the files of `weights`. None if nothing says it."""
+    own = hf_config if isinstance(model.config, type(hf_config)) else hf_config.get_text_config()
+    stated: torch.dtype | None = own.dtype
+    if stated is not None or weights is None:
+        return stated
+    with suppress(Exception):  # damaged files, of which their reader tells
+        return hf_internals.dtype_of_files(weights)
+    return None
 
 
 def meta_of_folder(folder: Path) -> PreTrainedModel:

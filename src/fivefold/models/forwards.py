@@ -136,7 +136,7 @@ def _check_length(base: Any, padding: int, longest: int) -> None:
         raise UserError(
             f"{type(base).__name__} counts positions from behind its padding token: its {places} leave "
             f"{places - padding - 1} for a document, and one has {longest} tokens",
-            fix=f"train on rows (data.seq_length) and generate texts of {places - padding - 1} tokens or less",
+            fix=f"keep rows and texts to {places - padding - 1} tokens or less",
         )
 
 
@@ -148,8 +148,11 @@ def has_rope_limits(config: PreTrainedConfig) -> bool:
     return any(_rope_limits(config))
 
 
-def check_lengths(hf_config: PreTrainedConfig, longest: int) -> None:
-    """Raise `UserError` if documents of several lengths, up to `longest` tokens, cannot share a micro batch.
+def check_lengths(
+    hf_config: PreTrainedConfig, longest: int, *, how: str = "keep texts to {limit} tokens or less"
+) -> None:
+    """Raise `UserError` if documents of several lengths, up to `longest` tokens, cannot share a micro batch. `how`: the
+    fix of the caller.
 
     `dynamic` and `longrope` take one table of frequencies for a whole micro batch, by its longest document. Above a
     limit the rotation of a document would depend on its neighbours, and so on the layout.
@@ -159,7 +162,7 @@ def check_lengths(hf_config: PreTrainedConfig, longest: int) -> None:
             raise UserError(
                 f"rope type {kind} takes other frequencies for all documents of a micro batch when one of them is "
                 f"longer than {limit} tokens: with up to {longest} tokens they would change each other",
-                fix=f"set data.seq_length to {limit} or less, or {instead} in model.overrides.rope_parameters",
+                fix=f"{how.format(limit=limit)}, or {instead} in model.overrides.rope_parameters",
             )
 
 
@@ -209,5 +212,5 @@ def check_rows(name: str, most: int, parts: int, base: Any, args: tuple[Any, ...
         raise UserError(
             f"{name} of {type(base).__name__} counts the tokens of a row, whatever documents are in it: in rows of "
             f"more than {most} tokens documents would change each other",
-            fix=f"set data.seq_length to {most} or less, or data.packing: false with layout.cp: 1",
+            fix=f"keep rows and texts to {most} tokens or less, or one document to a row, with layout.cp: 1",
         )

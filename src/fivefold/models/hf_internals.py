@@ -37,14 +37,23 @@ from transformers.core_model_loading import (
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
+    build_glob_alternation,
     rename_source_key,
     revert_weight_conversion,
 )
 from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import _get_dtype
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import (
+    CHAT_TEMPLATE_FILE,
+    LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+)
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from fivefold.core import strict_json
 from fivefold.core.errors import UserError, first_line
@@ -423,11 +432,64 @@ def saved_as(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, tuple[Pi
 
 
 def unexpected_keys_to_ignore(model: PreTrainedModel) -> set[str]:
-    """Regular expressions of checkpoint keys that the model allows to leave unread."""
-    return set(model._keys_to_ignore_on_load_unexpected or ())
+    """Regular expressions of checkpoint keys that the model allows to leave unread: those of its class, and those of
+    the layers that its config counts behind the last one it builds (`unbuilt_layers`)."""
+    text = model.config.get_text_config()
+    layers, more = getattr(text, "num_hidden_layers", 0), sum(unbuilt_layers(model).values())
+    behind = {rf"(^|\.)layers\.{layers + index}\." for index in range(min(more, layers))}
+    return behind | set(model._keys_to_ignore_on_load_unexpected or ())
+
+
+def unbuilt_layers(model: PreTrainedModel) -> dict[str, int]:
+    """The counts in the config of layers that predict further tokens (MTP), none of which the model has: {key: count}.
+    `transformers` reads no such layers; a config that declares them makes a server look for their weights."""
+    values = model.config.get_text_config().to_dict()
+    counts = {key: value for key, value in values.items() if _PREDICTS.search(key) and type(value) is int and value > 0}
+    if not counts or any(_PREDICTS.search(name) for name, _ in model.named_parameters()):
+        return {}
+    return counts
+
+
+# num_nextn_predict_layers (DeepSeek, GLM), num_mtp_layers (Mellum), mtp_num_hidden_layers (Qwen3.5).
+_PREDICTS = re.compile(r"(nextn|mtp).*(layers|modules|num)|num.*(nextn|mtp)")
+
+
+# Types of weights ----------------------------------------------------------------------------------------------------
+
+
+def dtype_of_files(folder: Path) -> torch.dtype:
+    """The type that `from_pretrained(dtype="auto")` chooses for the weights of a folder whose config names none."""
+    files, index = [str(folder / SAFE_WEIGHTS_NAME)], None
+    if not Path(files[0]).is_file():
+        files, index = get_checkpoint_shard_files(str(folder), str(folder / SAFE_WEIGHTS_INDEX_NAME))
+    found: torch.dtype = _get_dtype("auto", files, PreTrainedConfig(), index, None, weights_only=True)[1]
+    return found
+
+
+def stored_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The type in which `from_pretrained(dtype=dtype)` loads each tensor, and `save_pretrained` writes it, by its name
+    in the model: `dtype`, except where the class makes it in another or keeps it in fp32 (`_keep_in_fp32_modules`)."""
+    with torch.device("meta"):
+        made = _again(model, dtype=dtype)
+    types = {name: tensor.dtype for name, tensor in made.state_dict().items()}
+    if kept := made._get_dtype_plan(dtype):
+        pattern, keys, _ = build_glob_alternation([*kept])
+        found = {name: match for name in types if (match := pattern.search(name))}
+        types |= {name: kept[keys[match.lastgroup]] for name, match in found.items()}
+    return types
 
 
 # Generation ----------------------------------------------------------------------------------------------------------
+
+
+TEMPLATE_FILES = (CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE)
+
+
+def processor_files() -> set[str]:
+    """The names of the files that `AutoProcessor` and its parts read of a folder, apart from a tokenizer's."""
+    names = {value for key, value in vars(transformers.utils).items() if key.endswith("_NAME")}
+    others = {transformers.utils.ADAPTER_CONFIG_NAME, transformers.utils.GENERATION_CONFIG_NAME}
+    return {*TEMPLATE_FILES, *(name for name in names - others if str(name).endswith("_config.json"))}
 
 
 def generation_config(folder: Path) -> GenerationConfig:

@@ -5,7 +5,7 @@ Only the requested region is drawn or read.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from fivefold.core import safetensors_header, strict_json
 from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError, first_line
-from fivefold.core.folder_config import check_not_gguf
+from fivefold.core.folder_config import check_not_gguf, check_only_gguf
 from fivefold.core.text import listed
 from fivefold.models import hf_internals, merged
 from fivefold.models import recipe as recipes
@@ -40,10 +40,12 @@ class OtherWeights(UserError):
 class TensorSource(ABC):
     """Tensors by name, read region by region on the CPU.
 
-    `shapes`: the global shapes of the model's parameters (tied ones once) and persistent buffers.
+    `shapes`: the global shapes of the model's parameters (tied ones once) and persistent buffers. `unread`: names of
+    other tensors that lie next to them, which the model has no use for.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
+    unread: Sequence[str] = ()
 
     def names(self) -> set[str]:
         """Every name that can be read."""
@@ -129,7 +131,7 @@ class SafetensorsFolder(TensorSource):
                 shapes[name], entries[name] = shape, entries[pieces[0].stored]
         inner = {piece.stored for pieces in self._merged.values() for piece in pieces}
         expected = stored_tensors(model)
-        _check_names(self._folder, (set(shapes) - inner), set(expected), model)
+        self.unread = _check_names(self._folder, (set(shapes) - inner), set(expected), model)
         _check_shapes(self._folder, shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()})
         _check_types(self._folder, entries, expected)
         self.shapes = {name: shapes[name] for name in expected}
@@ -193,6 +195,14 @@ def _dequantised(folder: Path, model: PreTrainedModel, method: str, found: UserE
     return source
 
 
+def unread_line(names: Sequence[str], folder: str) -> str:
+    """A line about the tensors of a folder that its model class leaves unread."""
+    return (
+        f"{len(names):,} tensors of {folder} are not read by its model class, not trained and not exported: "
+        + listed(names, 2)
+    )
+
+
 def check_numbers(values: Tensor, name: str, path: Path) -> Tensor:
     """Return the values of a tensor of a file. Raises `UserError` if one is NaN."""
     if values.is_floating_point() and values.sum().isnan() and (bad := int(values.isnan().sum())):  # inf - inf is NaN
@@ -249,6 +259,7 @@ def _locate(folder: Path) -> dict[str, Path]:
         weight_map = _read_index(folder / _INDEX)
         files = {file: _inside(folder, file) for file in set(weight_map.values())}
         return {name: files[file] for name, file in weight_map.items()}
+    check_only_gguf(folder)
     pickled = sorted(file.name for file in folder.glob("*.bin"))
     if pickled:
         raise UserError(
@@ -329,13 +340,15 @@ def _entries(files: Mapping[str, Path]) -> dict[str, safetensors_header.Entry]:
     return found
 
 
-def _check_names(folder: Path, found: set[str], expected: set[str], model: PreTrainedModel) -> None:
+def _check_names(folder: Path, found: set[str], expected: set[str], model: PreTrainedModel) -> list[str]:
+    """The names that the model allows to leave unread. Raises `OtherWeights` for others, and for missing ones."""
     tied = set(hf_internals.tied_parameters(model))
-    ignored = [_COMPUTED, *(re.compile(pattern) for pattern in hf_internals.unexpected_keys_to_ignore(model))]
-    unused = {name for name in found - expected - tied if not any(pattern.search(name) for pattern in ignored)}
+    others = {name for name in found - expected - tied if not _COMPUTED.search(name)}
+    ignored = [re.compile(pattern) for pattern in hf_internals.unexpected_keys_to_ignore(model)]
+    unused = {name for name in others if not any(pattern.search(name) for pattern in ignored)}
     missing = expected - found
     if not missing and not unused:
-        return
+        return sorted(others)
     prefix = f"{hf_internals.base_prefix(model)}."
     base_only = not unused and not any(name.startswith(prefix) for name in missing)
     differences = [

@@ -10,7 +10,7 @@ from fivefold.config import RunConfig
 from fivefold.data.prepare import PreparedData
 from fivefold.launch.model import check_positions, check_tokens
 from fivefold.launch.world import World
-from fivefold.models import hf_internals
+from fivefold.models import hf_internals, origin
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.facts import ModelFacts
 from fivefold.models.flops import Costs
@@ -42,14 +42,17 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
     hf_config = load_model_config(config.model.name_or_path, config.model.overrides, of_text=own)
     check_tokens(data, hf_config.get_text_config().vocab_size)
     check_positions(getattr(hf_config.get_text_config(), "max_position_embeddings", None), config.data.seq_length)
-    check_lengths(hf_config, config.data.seq_length)
+    check_lengths(hf_config, config.data.seq_length, how="set data.seq_length to {limit} or less")
     if config.model.init == "random":
         return build_meta(hf_config)
-    # A resumed run never reads the first weights, so they are fetched here only if some may be tied.
-    needed = ("*.safetensors", "*.json") if getattr(hf_config, "tie_word_embeddings", True) else ("*.json",)
-    folder = weights_folder(config.model.name_or_path, files=needed)
+    # A resumed run never reads the first weights: they are fetched here only if some may be tied, or tell their type.
+    reads = getattr(hf_config, "tie_word_embeddings", True) or hf_config.dtype is None
+    needed = ("*.safetensors", "*.json") if reads else ("*.json",)
+    folder = weights_folder(config.model.name_or_path, files=(*needed, *origin.FILES))
     model = build_meta(hf_config, weights=folder)
     model.generation_config = hf_internals.generation_config(folder)
+    has_own = config.tokenizer.name_or_path == "auto"
+    model.origin = origin.Origin.read(config.model.name_or_path, folder, with_template=has_own)
     return model
 
 

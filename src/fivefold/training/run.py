@@ -123,6 +123,8 @@ class Trainer(Job):
         total_steps = schedule.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
         source, compared = environment.load_source(config, model, facts), reference.Reference.of(config, model)
+        if source is not None and source.unread and world.is_first:
+            print(f"note: {unread_line(source.unread, config.model.name_or_path)}", flush=True)
         samples = Samples(config, model, data)
         scarce = preflight.check_memory(facts, config, layout, world)
         if scarce and world.is_first:

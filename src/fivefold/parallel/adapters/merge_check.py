@@ -21,6 +21,7 @@ from fivefold.parallel.adapters.settings import Lora
 
 # Relative to the norm of the logits, in fp32: W x + s B (A x) sums in another order than (W + s B A) x.
 TOLERANCE = 1e-4
+Stored = Callable[[str, Tensor], Tensor]  # a tensor by its name in the model -> as it is written
 _TOKENS = 32
 _ROOM = 1.25  # times the weights in fp32: includes activations and a tensor being read
 
@@ -36,11 +37,11 @@ class MergeCheck:
 
 
 def check_merged(
-    config: Any, base: TensorSource, adapter: TensorSource, merged: TensorSource, lora: Lora, dtype: torch.dtype,
+    config: Any, base: TensorSource, adapter: TensorSource, merged: TensorSource, lora: Lora, stored: Stored,
     room: int | None,
 ) -> MergeCheck:  # fmt: skip
-    """Compare the logits of `merged` with those of `base` plus `adapter`. `dtype`: the type that merged weights are
-    written in. `room`: free bytes of memory. Raises `RunFailed` if the logits in fp32 differ."""
+    """Compare the logits of `merged` with those of `base` plus `adapter`. `stored`: merged weights as they are
+    written. `room`: free bytes of memory. Raises `RunFailed` if the logits in fp32 differ."""
     needed = _ROOM * 4 * sum(map(prod, base.shapes.values()))
     if room is not None and needed > room:
         return MergeCheck(missing=f"that takes {needed / GIB:.1f} GiB of memory, and {room / GIB:.1f} are free")
@@ -51,8 +52,7 @@ def check_merged(
     found = _apart(_logits(config, merged, ids), wanted)
     if not found <= TOLERANCE:  # NaN must fail
         raise RunFailed(f"logits of the merged model are {found:.1e} from those of its adapter beside the model")
-    rounded = found if dtype.itemsize >= 4 else _apart(_logits(config, merged, ids, rounded=dtype), wanted)
-    return MergeCheck(found, rounded)
+    return MergeCheck(found, _apart(_logits(config, merged, ids, stored=stored), wanted))
 
 
 def _apart(found: Tensor, wanted: Tensor) -> float:
@@ -61,7 +61,7 @@ def _apart(found: Tensor, wanted: Tensor) -> float:
 
 def _logits(
     config: Any, source: TensorSource, ids: Tensor, *, adapter: TensorSource | None = None, lora: Lora | None = None,
-    rounded: torch.dtype = torch.float32,
+    stored: Stored = lambda _, values: values,
 ) -> Tensor:  # fmt: skip
     """The logits of the unmodified model, computed in fp32."""
     ours = build_meta(deepcopy(config))
@@ -71,7 +71,7 @@ def _logits(
     model.to_empty(device="cpu").tie_weights()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(source.whole(name).to(rounded))
+            parameter.copy_(stored(name, source.whole(name)))
         for name, buffer in model.named_buffers():
             buffer.copy_(source.whole(name) if name in source.shapes else buffers[name])
         if adapter is not None and lora is not None:

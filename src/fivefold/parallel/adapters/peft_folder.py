@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fivefold.core import safetensors_header, strict_json
 from fivefold.core.errors import UserError
+from fivefold.core.hub import looks_like_id
 from fivefold.core.text import listed
 from fivefold.models.build import ADAPTER
 from fivefold.models.facts import ModelFacts
@@ -67,6 +68,12 @@ def config_of(
         "use_dora": False, "fan_in_fan_out": is_transposed, "inference_mode": True, "init_lora_weights": True,
         "target_modules": sorted(targets), **({"target_parameters": sorted(parameters)} if parameters else {}),
     }  # fmt: skip
+
+
+def base_name(name: str, *, is_local: bool) -> str:
+    """The name of a base model in an adapter's config. `is_local`: it is a folder; a relative one that looks like an id
+    of the hub would be fetched from there wherever that folder is not."""
+    return f"./{name}" if is_local and looks_like_id(name) else name
 
 
 def config_beside(lora: Lora, targets: Sequence[Target], model: Any, base: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class WithAdapters(TensorSource):
     """A model's weights with new adapters: A as in `peft` (Kaiming uniform), by name and place alone; B zero."""
 
     def __init__(self, base: TensorSource, targets: Iterable[Target], lora: Lora, seed: int) -> None:
-        self._base, self._seed = base, seed
+        self._base, self._seed, self.unread = base, seed, base.unread
         self._own = dict[str, tuple[int, ...]]()
         for target in targets:
             self._own |= target.shapes(lora.rank)
@@ -40,7 +40,7 @@ class Layered(TensorSource):
     """The tensors of `first`, and those of `base` that `first` lacks: adapters over the model that they belong to."""
 
     def __init__(self, first: TensorSource, base: TensorSource) -> None:
-        self._first, self._base = first, base
+        self._first, self._base, self.unread = first, base, base.unread
         self.shapes = {**base.shapes, **first.shapes}
 
     def read(self, name: str, region: Region) -> Tensor:

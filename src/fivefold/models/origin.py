@@ -1,0 +1,55 @@
+"""What a run keeps of the folder that its model came from, apart from weights, config and tokenizer.
+
+It is read once, when a run starts: a checkpoint and its export need neither that folder nor the current one of the run.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from huggingface_hub import metadata_load
+
+from fivefold.core.hub import is_hub_id
+from fivefold.models import hf_internals
+
+CARD = "README.md"
+# Terms that a model must travel with, as their files are called.
+_TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*", "*_POLICY.md")
+_TEXTS = ("", ".txt", ".md", ".pdf", ".rst")
+# Its files on the hub, as patterns, besides weights and JSON.
+FILES = (CARD, *_TERMS, "*.jinja")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """`hub`: its id on the hub, None for a local folder. `licence`: as its model card states it. `files`: those of its
+    processors (of images, of sound) and its terms, by name."""
+
+    hub: str | None = None
+    licence: str | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, name: str, folder: Path, *, with_template: bool = True) -> "Origin":
+        """The origin of a model called `name`, whose files are in `folder`. `with_template`: its chat template is the
+        run's."""
+        left_out = () if with_template else hf_internals.TEMPLATE_FILES
+        files = {path.name: path.read_bytes() for path in copied(folder) if path.name not in left_out}
+        return cls(name if is_hub_id(name) else None, _licence(folder / CARD), files)
+
+
+def copied(folder: Path) -> list[Path]:
+    """The files of a model's folder that travel with it unchanged: those of its processors, and its terms."""
+    terms = {path for pattern in _TERMS for path in folder.glob(pattern) if path.suffix.lower() in _TEXTS}
+    return sorted(path for path in {*terms, *map(folder.joinpath, hf_internals.processor_files())} if path.is_file())
+
+
+def _licence(card: Path) -> str | None:
+    """The licence that a model card states."""
+    try:
+        front = metadata_load(card) if card.is_file() else None
+    except (ValueError, yaml.YAMLError):  # not UTF-8, or no front matter of keys
+        front = None
+    stated = (front or {}).get("license")
+    return stated if isinstance(stated, str) and stated else None
