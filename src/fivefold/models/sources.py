@@ -197,10 +197,8 @@ def _dequantised(folder: Path, model: PreTrainedModel, method: str, found: UserE
 
 def unread_line(names: Sequence[str], folder: str) -> str:
     """A line about the tensors of a folder that its model class leaves unread."""
-    return (
-        f"{len(names):,} tensors of {folder} are not read by its model class, not trained and not exported: "
-        + listed(names, 2)
-    )
+    what = f"{len(names):,} tensors of {folder} ({listed(names, 2)})"
+    return f"{what} are not of its model class: they are not trained, and not exported"
 
 
 def check_numbers(values: Tensor, name: str, path: Path) -> Tensor:

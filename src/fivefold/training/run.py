@@ -36,6 +36,7 @@ from fivefold.launch.world import World
 from fivefold.models import kernels
 from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
+from fivefold.models.sources import unread_line
 from fivefold.parallel import legality
 from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.apply import parallelize
