@@ -8,6 +8,7 @@ from fivefold.config import RunConfig
 from fivefold.data.tokenizer import find_tokenizer
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.hf_internals import generation_config
+from fivefold.models.origin import Origin
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel.apply import parallelize
 from fivefold.training.optimizers import build_optimizer
@@ -33,7 +34,7 @@ def save_run(layout: str, folder: Path, run: Path, step: int) -> None:
     """The checkpoint of a run that started from `folder`, trained no step, and was saved under `layout`."""
     case = Case(layout)
     model = build_meta(load_model_config(folder))
-    model.generation_config = generation_config(folder)
+    model.generation_config, model.origin = generation_config(folder), Origin.read(str(folder), folder)
     model = parallelize(model, case.parsed, source=SafetensorsFolder(folder, model))
     config = RunConfig.model_validate({"model": {"name_or_path": str(folder)}, "run": {"name": run.name}})
     about = Metadata(step=step, state={}, config=config, tokenizer_dir=folder)

@@ -106,8 +106,9 @@ def test_data_of_the_hub_is_named_once_without_its_split() -> None:
 def test_what_an_export_is_to_its_base(tmp_path: Path, adapted: int, relation: str) -> None:
     options = ["model.name_or_path=org/base", "model.init=pretrained", "data.train=here.txt"]
     (tmp_path / "run.yaml").write_text(load_config(None, options).to_yaml())
+    (tmp_path / "origin.json").write_text(json.dumps({"hub": "org/base"}))  # as the run found it, wherever it is now
     manifest = SimpleNamespace(step=3, state={"tokens_seen": 7}, versions={}, layout="single")
-    checkpoint: Any = SimpleNamespace(path=tmp_path, manifest=manifest)
+    checkpoint: Any = SimpleNamespace(path=tmp_path, manifest=manifest, model_folder=tmp_path)
     text = card.model_card(checkpoint, tmp_path, arguments='"me/it"', dtype="bfloat16", adapted=adapted)
     front = yaml.safe_load(text.split("---")[1])
     assert (front["base_model"], front["base_model_relation"]) == ("org/base", relation)

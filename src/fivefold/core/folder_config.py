@@ -54,7 +54,7 @@ def is_gguf(path: Path) -> bool:
 def check_not_gguf(path: Path) -> None:
     """Raise `UserError` for a GGUF file, and for a folder that has one but no config.json."""
     if path.suffix == ".gguf" or is_gguf(path):
-        raise _gguf(f"{path} holds")
+        raise _gguf(path)
     if not (path / "config.json").is_file():
         check_only_gguf(path)
 
@@ -62,12 +62,12 @@ def check_not_gguf(path: Path) -> None:
 def check_only_gguf(folder: Path) -> None:
     """Raise `UserError` for a folder, without other weights, that has a GGUF file."""
     if found := sorted(file.name for file in folder.glob("*.gguf")):
-        raise _gguf(f"{folder}: {found[0]} holds")
+        raise _gguf(folder, f" ({found[0]})")
 
 
-def _gguf(what: str) -> UserError:
+def _gguf(path: Path, file: str = "") -> UserError:
     return UserError(
-        f"{what} quantised weights as GGUF, the file of llama.cpp, which is not read here",
+        f"{path} holds quantised weights as GGUF{file}, the file of llama.cpp, which is not read here",
         fix="write a Hugging Face folder of it by transformers, once",
         more="docs/start/first_fine_tune.md",
     )

@@ -487,9 +487,11 @@ TEMPLATE_FILES = (CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE)
 
 def processor_files() -> set[str]:
     """The names of the files that `AutoProcessor` and its parts read of a folder, apart from a tokenizer's."""
-    names = {value for key, value in vars(transformers.utils).items() if key.endswith("_NAME")}
-    others = {transformers.utils.ADAPTER_CONFIG_NAME, transformers.utils.GENERATION_CONFIG_NAME}
-    return {*TEMPLATE_FILES, *(name for name in names - others if str(name).endswith("_config.json"))}
+    known = (value for key, value in vars(transformers.utils).items() if key.endswith("_NAME"))
+    names = {str(value) for value in known if str(value).endswith("_config.json")}
+    return {*TEMPLATE_FILES, *names} - {
+        transformers.utils.ADAPTER_CONFIG_NAME, transformers.utils.GENERATION_CONFIG_NAME
+    }  # fmt: skip
 
 
 def generation_config(folder: Path) -> GenerationConfig:
