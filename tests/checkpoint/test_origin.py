@@ -75,7 +75,7 @@ def test_dtype_and_merge_keep_what_transformers_keeps(tmp_path: Path) -> None:
     tree = run_file(
         tmp_path, model__name_or_path=str(tmp_path / "m"), model__init="pretrained", tokenizer__name_or_path="auto",
         train__max_steps=1, optimizer__learning_rate=0.0, optimizer__weight_decay=0.0, precision__compute="bf16",
-        data__validation=0, adapter={"name": "lora", "rank": 2},
+        data__validation=0, adapter__name="lora", adapter__rank=2,
     )  # fmt: skip
     assert train(tree, 1).error is None
     before = load_file(tmp_path / "m" / "model.safetensors")
