@@ -143,13 +143,13 @@ def compare(ours: Path, theirs: Path, lacks: Any = ()) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype, f"{name}: {found[name].dtype}, and there {tensor.dtype}"
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (found[name], tensor))), name
     for file in ("config.json", "generation_config.json"):
         here, there = (json.loads((folder / file).read_text()) for folder in (ours, theirs))
         for key in lacks if file == "config.json" else ():
             assert here.pop(key) == 0 and there.pop(key) > 0
         different = {key for key in here.keys() | there.keys() if here.get(key) != there.get(key)} - _WRITTEN
-        assert not different, {key: (here.get(key), there.get(key)) for key in different}
+        assert not different, [(key, here.get(key), there.get(key)) for key in different]
 
 
 @pytest.mark.full

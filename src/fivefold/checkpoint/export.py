@@ -161,12 +161,13 @@ def _write_model_files(files: Mapping[str, bytes], folder: Path, known: "Known")
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(files[name])
     config = model_folder.read_json(folder / model_folder.CONFIG)
-    stated = _stated(config, dict.fromkeys(known.lacks, 0)) | {"dtype": _name(known.dtype)}
+    dtype = {"dtype": _name(known.dtype)}
+    stated = _stated(config, dict.fromkeys(known.lacks, 0) | dtype) | dtype
     (folder / model_folder.CONFIG).write_bytes(model_folder.json_text(stated))
 
 
-def _stated(section: Mapping[str, Any], others: Mapping[str, int]) -> dict[str, Any]:
-    """A section of a config with the values of `others` in it and in its sections."""
+def _stated(section: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """A section of a config, with the values of `others` where it or a section in it has their keys."""
     return {
         key: others[key] if key in others else _stated(value, others) if isinstance(value, dict) else value
         for key, value in section.items()
