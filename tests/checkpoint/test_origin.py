@@ -177,6 +177,13 @@ def test_what_travels_is_text_with_a_known_name(tmp_path: Path) -> None:
         "LICENSE", "LICENSE.md", "NOTICE.txt", "chat_template.jinja", "processor_config.json"
     ]  # fmt: skip
     assert "chat_template.jinja" not in Origin.read("a", tmp_path, with_template=False).files
+    (tmp_path / "COPYING").symlink_to(__file__)
+    with pytest.raises(UserError, match="not inside the folder"):
+        Origin.read("a", tmp_path)
+    (tmp_path / "COPYING").unlink()
+    (tmp_path / "NOTICE.txt").write_bytes(bytes(2**24 + 1))
+    with pytest.raises(UserError, match=r"16,777,217 bytes, and at most 16,777,216"):
+        Origin.read("a", tmp_path)
     for name in ("vocab.py", ".vocab.model", "vocab.safetensors", "vocab.json"):
         (tmp_path / name).touch()
     assert [path.name for path in tokenizer_files(tmp_path)] == ["chat_template.jinja", "vocab.json"]
@@ -213,7 +220,11 @@ def test_a_folder_does_not_become_a_hub_id_elsewhere(tmp_path: Path, monkeypatch
     assert peft.AutoPeftModelForCausalLM.from_pretrained(out).peft_config["default"].r == 16
 
 
-def test_the_name_of_a_base() -> None:
+def test_the_name_of_a_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Origin.read("models/base", tmp_path).hub == "models/base"
+    (tmp_path / "models").mkdir()
+    assert Origin.read("models/base", tmp_path).hub is None
     for name, is_local, named in (
         ("models/base", True, "./models/base"), ("models/base", False, "models/base"), ("/a/b", True, "/a/b"),
         ("base", True, "base"), ("../a/b", True, "../a/b"), ("", True, ""),

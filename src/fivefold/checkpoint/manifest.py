@@ -5,7 +5,7 @@
       weight-00000.safetensors      the slices of the weights that rank 0 wrote
       optimizer-00000.safetensors   and of its optimizer state
       run.yaml                      the resolved run file
-      model/                        a Hugging Face folder without its weights: config, tokenizer, generation config
+      model/                        a Hugging Face folder without its weights: config, tokenizer, processors
 
 Tensors are keyed by kind (`weight`, and the optimizer's states per parameter: `exp_avg` and `exp_avg_sq`, or
 `momentum_buffer`), then by the Hugging Face parameter name. Each is cut into slices that tile it exactly. The manifest

@@ -1,7 +1,7 @@
 """`model/` of a checkpoint: everything of a Hugging Face folder except the weights. Export and generate read it.
 
-It contains config.json as resolved for the run, generation_config.json with every end token, and copies of the
-tokenizer's files: a checkpoint does not need the folder that its run started from.
+It contains config.json as resolved for the run, generation_config.json with every end token, and copies of the files of
+tokenizer, processors and licence: a checkpoint does not need the folder that its run started from.
 """
 
 import json

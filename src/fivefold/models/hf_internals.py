@@ -434,24 +434,24 @@ def saved_as(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, tuple[Pi
 def unexpected_keys_to_ignore(model: PreTrainedModel) -> set[str]:
     """Regular expressions of checkpoint keys that the model allows to leave unread: those of its class, and those of
     the layers that its config counts behind the last one it builds (`unbuilt_layers`)."""
-    text = model.config.get_text_config()
-    layers, more = getattr(text, "num_hidden_layers", 0), sum(unbuilt_layers(model).values())
-    behind = {rf"(^|\.)layers\.{layers + index}\." for index in range(min(more, layers))}
-    return behind | set(model._keys_to_ignore_on_load_unexpected or ())
+    first = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    more = min(sum(unbuilt_layers(model).values()), first)  # no model has more of them; a damaged config may say so
+    behind = [rf"(^|\.)layers\.{first + index}\." for index in range(more)] + [r"(^|\.)mtp"][:more]
+    return {*behind, *(model._keys_to_ignore_on_load_unexpected or ())}
 
 
 def unbuilt_layers(model: PreTrainedModel) -> dict[str, int]:
     """The counts in the config of layers that predict further tokens (MTP), none of which the model has: {key: count}.
     `transformers` reads no such layers; a config that declares them makes a server look for their weights."""
-    values = model.config.get_text_config().to_dict()
-    counts = {key: value for key, value in values.items() if _PREDICTS.search(key) and type(value) is int and value > 0}
-    if not counts or any(_PREDICTS.search(name) for name, _ in model.named_parameters()):
+    if any(_PREDICTS.search(name) for name, _ in model.named_parameters()):
         return {}
-    return counts
+    values = model.config.get_text_config().to_dict()
+    counts = {key: value for key, value in values.items() if _PREDICTS.search(key) and re.search("num|layers$", key)}
+    return {key: value for key, value in counts.items() if type(value) is int and value > 0}
 
 
 # num_nextn_predict_layers (DeepSeek, GLM), num_mtp_layers (Mellum), mtp_num_hidden_layers (Qwen3.5).
-_PREDICTS = re.compile(r"(nextn|mtp).*(layers|modules|num)|num.*(nextn|mtp)")
+_PREDICTS = re.compile("nextn|mtp")
 
 
 # Types of weights ----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub import metadata_load
 
+from fivefold.core.errors import UserError
 from fivefold.core.hub import is_hub_id
 from fivefold.models import hf_internals
 
@@ -17,6 +18,7 @@ CARD = "README.md"
 # Terms that a model must travel with, as their files are called.
 _TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*", "*_POLICY.md")
 _TEXTS = ("", ".txt", ".md", ".pdf", ".rst")
+_MOST_BYTES = 2**24
 # Its files on the hub, as patterns, besides weights and JSON.
 FILES = (CARD, *_TERMS, "*.jinja")
 
@@ -35,7 +37,7 @@ class Origin:
         """The origin of a model called `name`, whose files are in `folder`. `with_template`: its chat template is the
         run's."""
         left_out = () if with_template else hf_internals.TEMPLATE_FILES
-        files = {path.name: path.read_bytes() for path in copied(folder) if path.name not in left_out}
+        files = {path.name: _read(path) for path in copied(folder) if path.name not in left_out}
         return cls(name if is_hub_id(name) else None, _licence(folder / CARD), files)
 
 
@@ -43,6 +45,22 @@ def copied(folder: Path) -> list[Path]:
     """The files of a model's folder that travel with it unchanged: those of its processors, and its terms."""
     terms = {path for pattern in _TERMS for path in folder.glob(pattern) if path.suffix.lower() in _TEXTS}
     return sorted(path for path in {*terms, *map(folder.joinpath, hf_internals.processor_files())} if path.is_file())
+
+
+def _read(path: Path) -> bytes:
+    """The contents of a small file of a folder. Raises `UserError` for a large one, and a link that leads out of it."""
+    place, roots = path.resolve(), [path.parent.resolve()]
+    if roots[0].parent.name == "snapshots":  # of the hub's cache
+        roots.append(roots[0].parent.parent / "blobs")
+    if not any(place.is_relative_to(root) for root in roots):
+        raise UserError(
+            f"{path} is a link to {place}, which is not inside the folder", fix="copy the file into the folder"
+        )
+    if (size := path.stat().st_size) > _MOST_BYTES:
+        raise UserError(
+            f"{path} has {size:,} bytes, and at most {_MOST_BYTES:,} are kept with a model", fix="move it away"
+        )
+    return path.read_bytes()
 
 
 def _licence(card: Path) -> str | None:
