@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import yaml
+from huggingface_hub import constants
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoProcessor, Glm4MoeForCausalLM
 
@@ -18,10 +19,10 @@ from fivefold.checkpoint import export, find_checkpoint
 from fivefold.core.errors import UserError
 from fivefold.data.tokenizer import tokenizer_files
 from fivefold.launch.model import _check_weights
-from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.forwards import check_lengths
 from fivefold.models.hf_internals import stored_dtypes, unbuilt_layers
-from fivefold.models.origin import Origin, copied
+from fivefold.models.origin import FILES, Origin, copied
 from fivefold.models.sources import open_weights
 from fivefold.parallel.adapters.peft_folder import base_name
 from tests.checkpoint.folders import OVERRIDES, hf_folder, save_run
@@ -232,6 +233,22 @@ def test_the_name_of_a_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("base", True, "base"), ("../a/b", True, "../a/b"), ("", True, ""),
     ):  # fmt: skip
         assert base_name(name, is_local=is_local) == named
+
+
+def test_a_hub_id_and_its_files_are_those_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a folder has links to blobs."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    base, commit = tmp_path / "models--org--base", 40 * "a"
+    (base / "refs").mkdir(parents=True)
+    (base / "refs" / "main").write_text(commit)
+    (base / "snapshots" / commit).mkdir(parents=True)
+    (base / "blobs").mkdir()
+    for name, text in {"README.md": "---\nlicense: mit\n---\n", "LICENSE": "x", "processor_config.json": "{}"}.items():
+        (base / "blobs" / name).write_text(text)
+        (base / "snapshots" / commit / name).symlink_to(f"../../blobs/{name}")
+    found = Origin.read("org/base", weights_folder("org/base", files=("*.json", *FILES)))
+    assert found == Origin("org/base", "mit", {"LICENSE": b"x", "processor_config.json": b"{}"})
 
 
 # Messages -------------------------------------------------------------------------------------------------------------
