@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoProcessor, Glm4MoeForCausalLM
 
 import fivefold as ff
 from fivefold.checkpoint import export, find_checkpoint
+from fivefold.checkpoint.model_folder import hub_id
 from fivefold.core.errors import UserError
 from fivefold.data.tokenizer import tokenizer_files
 from fivefold.launch.model import _check_weights
@@ -173,11 +174,11 @@ def test_only_files_of_the_manifest_leave(run: Path, tmp_path: Path) -> None:
 
 
 def test_what_travels_is_text_with_a_known_name(tmp_path: Path) -> None:
-    for name in ("LICENSE", "LICENSE.md", "NOTICE.txt", "processor_config.json", "chat_template.jinja", "LICENSE.py",
-                 "LICENSE.bin", ".env", "notes.py", "my_config.json", "adapter_config.json"):  # fmt: skip
+    for name in ("LICENSE", "License-2.0", "LICENSE.md", "NOTICE.txt", "processor_config.json", "chat_template.jinja",
+                 "LICENSE.py", "LICENSE.bin", ".env", "notes.py", "my_config.json", "adapter_config.json"):  # fmt: skip
         (tmp_path / name).touch()
     assert [path.name for path in copied(tmp_path)] == [
-        "LICENSE", "LICENSE.md", "NOTICE.txt", "chat_template.jinja", "processor_config.json"
+        "LICENSE", "LICENSE.md", "License-2.0", "NOTICE.txt", "chat_template.jinja", "processor_config.json"
     ]  # fmt: skip
     assert "chat_template.jinja" not in Origin.read("a", tmp_path, with_template=False).files
     (tmp_path / "COPYING").symlink_to(__file__)
@@ -226,7 +227,11 @@ def test_a_folder_does_not_become_a_hub_id_elsewhere(tmp_path: Path, monkeypatch
 def test_the_name_of_a_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Origin.read("models/base", tmp_path).hub == "models/base"
+    assert hub_id(tmp_path, "models/base") == "models/base"  # a checkpoint of an earlier version
     (tmp_path / "models").mkdir()
+    assert hub_id(tmp_path, "models/base") is None
+    (tmp_path / "origin.json").write_text(json.dumps({"hub": "models/base"}))
+    assert hub_id(tmp_path, "models/base") == "models/base"
     assert Origin.read("models/base", tmp_path).hub is None
     for name, is_local, named in (
         ("models/base", True, "./models/base"), ("models/base", False, "models/base"), ("/a/b", True, "/a/b"),

@@ -41,7 +41,9 @@ def model_card(
     config = parse_config(file.read_text(encoding="utf-8")) if file.is_file() else None
     is_adapter, package = adapted > 0, "peft" if adapted else "transformers"
     title = config.run.name if config else Path(str(run)).name
-    hub, licence = (model_folder.origin(checkpoint.model_folder, key) for key in ("hub", "licence"))
+    folder, starts = checkpoint.model_folder, config is not None and config.model.init == "pretrained"
+    licence = model_folder.origin(folder, "licence")
+    hub = model_folder.hub_id(folder, config.model.name_or_path) if config and starts else None
     front: dict[str, Any] = {
         "library_name": package,
         "license": licence or _UNKNOWN,

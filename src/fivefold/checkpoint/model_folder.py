@@ -18,6 +18,7 @@ from torch import Tensor
 from fivefold.core import strict_json
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users, of_system
+from fivefold.core.hub import is_hub_id
 from fivefold.core.interrupts import sigterm_raises
 from fivefold.data.tokenizer import tokenizer_files
 from fivefold.models.origin import Origin
@@ -92,10 +93,21 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def origin(folder: Path, key: str) -> str | None:
-    """A fact about the model that the run of a checkpoint started from: its `dtype` in torch's name, its `hub` id, its
-    `licence`. None if there is none, and for checkpoints of versions that did not keep it."""
-    found = read_json(folder / ORIGIN).get(key) if (folder / ORIGIN).is_file() else None
+    """A fact about the model that the run of a checkpoint started from: its `dtype` in torch's name, its `licence`.
+    None if there is none, and for checkpoints of versions that did not keep it."""
+    found = _about(folder).get(key)
     return found if isinstance(found, str) else None
+
+
+def hub_id(folder: Path, name: str) -> str | None:
+    """The id on the hub of the model `name` that the run of a checkpoint started from, None for a local folder: as it
+    was then, or, for checkpoints of versions that did not keep it, as it is here."""
+    then = name if is_hub_id(name) else None
+    return origin(folder, "hub") if "hub" in _about(folder) else then
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    return read_json(folder / ORIGIN) if (folder / ORIGIN).is_file() else {}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ RUN_FILES = {
     "checkpoints/step-NNNNNN/weight-RRRRR.safetensors": "slices of the weights that rank R wrote",
     "checkpoints/step-NNNNNN/optimizer-RRRRR.safetensors": "slices of the optimizer state that rank R wrote",
     "checkpoints/step-NNNNNN/run.yaml": "the resolved run file of that step",
-    "checkpoints/step-NNNNNN/model/": "config, tokenizer, processors and licence: a Hugging Face folder without weights",
+    "checkpoints/step-NNNNNN/model/": "config, tokenizer, processors, licence: a Hugging Face folder without weights",
     "logs/rank-N.log": "output of rank N in the newest start; that of rank 0 goes to the terminal",
     "logs/failure-N.json": "why rank N ended: error, stacks, last collective; only after a failure",
     "logs/request.json": "what the launcher asked the workers to do",

@@ -3,6 +3,7 @@
 It is read once, when a run starts: a checkpoint and its export need neither that folder nor the current one of the run.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +16,14 @@ from fivefold.core.hub import is_hub_id
 from fivefold.models import hf_internals
 
 CARD = "README.md"
-# Terms that a model must travel with, as their files are called.
-_TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*", "*_POLICY.md")
-_TEXTS = ("", ".txt", ".md", ".pdf", ".rst")
+# Terms that a model must travel with, as their files are called: patterns, in any case.
+_TERMS = tuple(
+    "".join(f"[{letter.upper()}{letter}]" for letter in word) + "*"
+    for word in ("license", "licence", "notice", "copying", "use_policy")
+)
+_TEXT = re.compile(
+    r"(\.(txt|md|pdf|rst|\d+))?", re.IGNORECASE
+)  # the end of their names: LICENSE-2.0, and no LICENSE.py
 _MOST_BYTES = 2**24
 # Its files on the hub, as patterns, besides weights and JSON.
 FILES = (CARD, *_TERMS, "*.jinja")
@@ -43,7 +49,7 @@ class Origin:
 
 def copied(folder: Path) -> list[Path]:
     """The files of a model's folder that travel with it unchanged: those of its processors, and its terms."""
-    terms = {path for pattern in _TERMS for path in folder.glob(pattern) if path.suffix.lower() in _TEXTS}
+    terms = {path for pattern in _TERMS for path in folder.glob(pattern) if _TEXT.fullmatch(path.suffix)}
     return sorted(path for path in {*terms, *map(folder.joinpath, hf_internals.processor_files())} if path.is_file())
 
 
