@@ -98,7 +98,8 @@ class CheckpointAdapter:
             self.checkpoint, run, arguments=arguments, dtype=str(kind).removeprefix("torch."), adapted=self.parameters,
         )  # fmt: skip
         base, folder = self.config.model.name_or_path, self.checkpoint.model_folder
-        files = {str(path.relative_to(folder)): path.read_bytes() for path in tokenizer_files(folder)}
+        tokenizer = {path.relative_to(folder).as_posix() for path in tokenizer_files(folder)}
+        files = {name: content for name, content in self.checkpoint.model_files().items() if name in tokenizer}
         files[CARD] = card.encode()
         return write_peft(source, out, self.lora, self._model, base=base, dtype=kind, files=files, force=force), kind
 

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from fivefold.checkpoint import adapter_export, model_folder
+from fivefold.checkpoint import push as hub
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import best_step, find_checkpoint
 from fivefold.checkpoint.load import Checkpoint
+from fivefold.checkpoint.push import Pushed
 from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
 from fivefold.core.errors import UserError
 from fivefold.core.hub import Repository
@@ -42,8 +44,13 @@ class Exported:
     bytes: int
     dtype: torch.dtype
     is_adapter: bool = False  # a folder of `peft`
-    pushed: str | None = None  # its address on the hub
+    push: Pushed | None = None
     check: MergeCheck | None = None  # only for a merged adapter
+
+    @property
+    def pushed(self) -> str | None:
+        """Its address on the hub."""
+        return self.push.address if self.push else None
 
 
 def export(
@@ -65,17 +72,19 @@ def export(
     memory allow (None: always).
 
     `dtype`: see `export_dtype`. Files grow to `file_bytes` (a larger tensor still stays in one). `force` replaces an
-    existing model folder. `push`: the repository of the hub to which the folder is then uploaded. Raises `UserError`
-    for a missing run or step, if `out` is in the way, and if the hub refuses.
+    existing model folder. `push`: the repository of the hub to which the folder is then uploaded; it is created only
+    once the folder is complete. Raises `UserError` for a missing run or step, if `out` is in the way, and if the hub
+    refuses.
     """
     if best and step is not None:
         raise UserError(f"the best step and step {step} are both asked for", fix="leave one out")
     checkpoint = find_checkpoint(run, best_step(run) if best else step)
     if push is None:
         return _export(checkpoint, run, out, f'"{out.name}"', dtype, force, merge, room, file_bytes)
-    push.open()  # before a large model is written
+    hub.check(push)  # before a large model is written
     done = _export(checkpoint, run, out, push.arguments, dtype, force, merge, room, file_bytes)
-    return replace(done, pushed=push.push(out, f"step {done.step} of {Path(str(run)).name}"))
+    files = [path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()]  # `out` was replaced whole
+    return replace(done, push=hub.push(push, out, files, f"step {done.step} of {Path(str(run)).name}"))
 
 
 def _export(
@@ -96,7 +105,7 @@ def _export(
     if beside is not None:
         _check_free(out, force)
         source, check = beside.merged(target, room)
-    files = model_folder.contents(checkpoint.model_folder)
+    files = checkpoint.model_files()
     files[CARD] = model_card(checkpoint, run, arguments=arguments, dtype=_name(target)).encode()
     known = known_of(checkpoint.model_folder)
     size = write_folder(source, out, files, target, known, force=force, file_bytes=file_bytes)

@@ -50,11 +50,6 @@ def model_files(
     return files | {str(path.relative_to(tokenizer or path)): path.read_bytes() for path in copied}
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """The result of `model_files`, read from the folder of a checkpoint."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 @contextmanager
 def beside(out: Path) -> Iterator[Path]:
     """A new folder next to `out`, to be filled and moved to `out`; removed if it still exists at the end. Raises
