@@ -128,9 +128,6 @@ def _answers(hub: Hub) -> type[BaseHTTPRequestHandler]:
             hub.objects[digest] = body
             self._send(200, {})
 
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
         def do_GET(self) -> None:
             parts = self._parts()
             if parts == ["api", "whoami-v2"]:
@@ -156,7 +153,10 @@ def _answers(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 hub.cards.append(json.loads(body)["content"])
                 return 200, {"errors": [], "warnings": []}
             if parts[2:] == ["info", "lfs", "objects", "batch"]:
-                return 200, {"transfer": "basic", "objects": [self._place(each) for each in json.loads(body)["objects"]]}
+                return 200, {
+                    "transfer": "basic",
+                    "objects": [self._place(each) for each in json.loads(body)["objects"]],
+                }
             name, verb, branch = "/".join(parts[2:4]), parts[4], "/".join(parts[5:])
             if verb == "branch":
                 return hub.branch(name, branch)
@@ -190,8 +190,7 @@ def _answers(hub: Hub) -> type[BaseHTTPRequestHandler]:
             files = hub.files.get((name, revision), {})
             if path not in files:
                 return self._send(404, "EntryNotFound")
-            tags = {"ETag": f'"{hashlib.sha1(files[path]).hexdigest()}"'}
-            return self._write(200, files[path], tags | {"X-Repo-Commit": hub.commits[name, revision][-1]})
+            return self._write(200, files[path], {})
 
         def _send(self, status: int, answer: Any) -> None:
             code = {"X-Error-Code": answer} if isinstance(answer, str) else {}
@@ -203,8 +202,7 @@ def _answers(hub: Hub) -> type[BaseHTTPRequestHandler]:
             for name, value in {**headers, "Content-Length": str(len(content))}.items():
                 self.send_header(name, value)
             self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
+            self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
             pass

@@ -217,7 +217,10 @@ def export(
     if step is not None or best:
         raise UserError("a parallelized model has no steps to choose from", fix="leave step and best out")
     if target is not None:
-        raise UserError("a parallelized model is not pushed", fix=f"ff.export(model, path), and hf upload {push} PATH . --delete '*.safetensors*'")
+        raise UserError(
+            "a parallelized model is not pushed",
+            fix=f"ff.export(model, path), and hf upload {push} PATH . --delete '*.safetensors*'",
+        )
     if merge:
         raise UserError(
             "the adapter of a parallelized model cannot be merged here",

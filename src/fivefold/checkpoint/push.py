@@ -12,6 +12,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
@@ -135,7 +136,7 @@ def _found(api: Any, to: Repository) -> _Found | None:
     branch = _info(api, to.name, to.revision) if to.revision else info
     at = to.revision if branch else None
     files = frozenset(api.list_repo_files(to.name, revision=at))
-    card = _text(to.name, Path(api.hf_hub_download(to.name, CARD, revision=at))) if CARD in files else ""
+    card = _text(to.name, _bytes(api, to.name, at or "main")) if CARD in files else ""
     return _Found((branch or info).sha, files, card, bool(info.private), branch is None)
 
 
@@ -150,10 +151,20 @@ def _info(api: Any, name: str, revision: str | None = None) -> Any:
         return None
 
 
-def _text(name: str, card: Path) -> str:
+def _bytes(api: Any, name: str, revision: str) -> bytes:
+    """The newest model card of a branch, past the cache."""
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    url = f"{api.endpoint}/{name}/resolve/{quote(revision, safe='')}/{CARD}"
+    response = get_session().get(url, headers=build_hf_headers(), timeout=SECONDS)
+    hf_raise_for_status(response)
+    return response.content
+
+
+def _text(name: str, card: bytes) -> str:
     """The text of a repository's model card, into which an export's can be merged."""
     try:
-        text = card.read_text(encoding="utf-8-sig")
+        text = card.decode("utf-8-sig").replace("\r\n", "\n")
         merged_card(text, "")
     except (ValueError, yaml.YAMLError) as error:
         what = f"{name} was not pushed: its {CARD} is not UTF-8 that begins with keys in YAML"
