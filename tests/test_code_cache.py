@@ -1,5 +1,6 @@
 """Code that is run is kept where other users cannot put theirs."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from fivefold.core import code_cache
-from fivefold.core.code_cache import code_folder
+from fivefold.core.code_cache import INDUCTOR, code_folder, keep_compiled
 from fivefold.core.errors import UserError
 from fivefold.ops import cpu_attention
+from tests.tiers import put_off
+from tests.training.bodies import run_file
 
 ANOTHER = 4242  # the number of a user
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to another user")
@@ -195,3 +198,31 @@ def test_without_any_place_the_user_hears_why_the_cache_is_none(cache, monkeypat
     monkeypatch.setattr(code_cache, "_changed_by_others", lambda folder: f"{folder} is another user's")
     with pytest.raises(UserError, match=rf"alone can change: {cache}/kernels is another user's"):
         code_folder("kernels")
+
+
+def test_what_torch_compiles_lies_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path))
+    env: dict[str, str] = {}
+    keep_compiled(env)
+    assert Path(env[INDUCTOR]).parent == tmp_path / "inductor"
+    monkeypatch.setattr(code_cache, "cpuinfo", lambda: "model name : another\n\nmodel name : another\n")
+    other: dict[str, str] = {}
+    keep_compiled(other)
+    assert other[INDUCTOR] != env[INDUCTOR]
+    env[INDUCTOR] = "/mine"
+    keep_compiled(env)
+    assert env == {INDUCTOR: "/mine"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_compiled", [False, put_off(True)])
+def test_a_run_leaves_nothing_in_the_temporary_folder(tmp_path: Path, is_compiled: bool) -> None:
+    tree = run_file(tmp_path, train__max_steps=1, train__compile=is_compiled)
+    (tmp_path / "run.yaml").write_text(json.dumps(tree))
+    (tmp_path / "tmp").mkdir()
+    env = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "FIVEFOLD_CACHE": str(tmp_path / "cache")}
+    env.pop(INDUCTOR, None)
+    command = [sys.executable, "-m", "fivefold", "train", str(tmp_path / "run.yaml"), "--nproc", "1"]
+    subprocess.run(command, env=env, check=True)
+    assert not list((tmp_path / "tmp").iterdir())
+    assert bool(list(tmp_path.glob("cache/inductor/*/precompiled_headers"))) == is_compiled

@@ -160,6 +160,13 @@ def import_compiler() -> None:
     import_module("torch._inductor.compile_fx")
 
 
+def keep_headers() -> None:
+    """Let Inductor keep precompiled headers next to the code that it compiles; by default they stay in TMPDIR."""
+    codecache = import_module("torch._inductor.codecache")
+    folder = f"{codecache.cache_dir()}/precompiled_headers"
+    vars(codecache).update(_HEADER_DIR=folder, _HEADER_LOCK_DIR=f"{folder}/locks")
+
+
 NORMS = frozenset({torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm})
 
 
@@ -1030,6 +1037,7 @@ _FOR_CARRIERS: Mapping[str, str] = {
 _OPTIONAL: Mapping[str, str] = {
     "": "_grouped_mm _scaled_grouped_mm",
     "_C._distributed_c10d": "_dump_fr_trace_json _dump_nccl_trace_json",
+    "_inductor.codecache": "_HEADER_DIR _HEADER_LOCK_DIR",
     "_dynamo.utils": "counters get_compilation_metrics set_compilation_metrics_limit",
     f"{_FSDP}._fsdp_param": "_chunk_with_empty",
     "cuda.memory": "_record_memory_history _snapshot",

@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import constants
 
 from fivefold import cli
-from fivefold.checkpoint import card, export
+from fivefold.checkpoint import card, export, push
 from fivefold.config import load_config
 from fivefold.core.errors import UserError
 from fivefold.core.hub import Repository
@@ -34,6 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_hub.Hub]:
     with fake_hub.running() as hub:
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "ENDPOINT", hub.address)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
@@ -51,8 +52,9 @@ def test_a_pushed_export_is_the_folder(
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as ended:
         cli.main(["export", str(run), str(out), "--push", "me/it", "--private", "--revision", "step-12"])
-    said = capsys.readouterr().out
-    assert ended.value.code == 0 and hub.repositories == {"me/it": True} and hub.messages == ["step 12 of one"]
+    said, failed = capsys.readouterr()
+    assert ended.value.code == 0, failed
+    assert hub.repositories == {"me/it": True} and hub.messages == ["step 12 of one"]
     assert hub.files["me/it", "step-12"] == {".gitattributes": b"", **files_of(out)}
     assert set(hub.files["me/it", "main"]) == {".gitattributes"}
     assert f"pushed to {hub.address}/me/it/tree/step-12" in said and "vllm serve me/it --revision step-12" in said
@@ -82,11 +84,11 @@ def test_a_hub_that_does_not_answer_is_named_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match="cannot be reached") as refused:
-        Repository("me/it").open()
-    assert "hf upload me/it" in str(refused.value.fix)
+        push.check(Repository("me/it"))
+    assert "when the hub answers" in str(refused.value.fix)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="HF_HUB_OFFLINE forbids it"):
-        Repository("me/it").open()
+        push.check(Repository("me/it"))
     for name in ("it", "a/b/c", "me/", "../it"):
         with pytest.raises(UserError, match="is no repository of the hub"):
             Repository(name)

@@ -4,6 +4,9 @@ import filecmp
 import json
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -314,6 +317,26 @@ def test_a_killed_process_costs_a_unit(tmp_path: Path) -> None:
     assert kept and done.tokenised == done.sources[0].units - kept and done.data
     prepare(config, cache=tmp_path / "alone")
     assert_same(tmp_path / "alone", cache)
+
+
+@pytest.mark.full
+def test_processes_killed_at_once_leave_nothing_in_shared_memory(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", random_texts(9, 9999))
+    before = set(os.listdir("/dev/shm"))
+    script = (
+        "from pathlib import Path\nfrom fivefold.config import load_config\n"
+        "from fivefold.data.ahead import prepare_ahead\nif __name__ == '__main__':\n"
+        "    config = load_config(None, ['data.train=a.jsonl', 'tokenizer.name_or_path=byte', 'data.validation=0'])\n"
+        "    prepare_ahead(config, workers=2, cache=Path('cache'), unit_bytes=3001)\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    started = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, start_new_session=True)
+    while started.poll() is None and not list(tmp_path.glob("cache/units/*/0*/unit.json")):
+        time.sleep(0.05)
+    assert started.poll() is None, "it was killed before it ended"
+    os.killpg(started.pid, signal.SIGKILL)
+    started.wait()
+    assert set(os.listdir("/dev/shm")) <= before
 
 
 def test_token_ids_are_prepared_in_units_too(subtests: pytest.Subtests, tmp_path: Path) -> None:

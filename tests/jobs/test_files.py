@@ -129,14 +129,14 @@ def test_probes_name_whole_paths() -> None:
 HOSTILE = (
     "it's", 'a "b"', "a$b", "$(false)", "`false`", "#x", "a: b", "a\nb", "%x", "a\\b", "-x", "模型", "x" * 200, "y",
     "{{ job }}", "{% raw %}", "a\u2028b\nc", "a\x85b\nc", "a\tb", " a ", "!x", "*a", "&a", "[a", "~", "\ufeffa\n",
-    "a\x0cb\n", "1e3",
+    "a\x0cb\n", "1e3", *(f"a{chr(code)}b" for code in (1, 8, 27, 31, 127, 128, 155, 0xAD, 0x200B, 0x202E, 0xFFFE)),
 )  # fmt: skip
 
 
 def test_no_text_is_taken_apart(subtests: pytest.Subtests) -> None:
     """As the engines' own readers read the files. Slurm's shell: `tests/jobs/test_launch.py`."""
     for text in HOSTILE:
-        name = text if text.isprintable() else "a"
+        name = text.replace("/", "")
         run = Path(f"{name}.yaml")
         job = replace(JOBS[0], run=run, text=f"# {text}", name=name, nodes=2, overrides=(f"data.train={text}",))
         train = ["train", f"./{run}" if name == "-x" else str(run), *job.overrides]

@@ -160,6 +160,22 @@ def with_variables(tree: dict[str, Any]) -> dict[str, Told]:
         return train_tracked(tree, {}, {})[1]
 
 
+def test_the_run_that_the_environment_names_is_that_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another than that of the attempt before gets the rows again that a resume computes again."""
+    config = RunConfig.model_validate(run_file(tmp_path))
+    config.run_dir.mkdir()
+    (config.run_dir / "metrics.jsonl").write_text('{"step": 4, "train/loss": 1.0}\n')
+    monkeypatch.setenv("WANDB_RESUME", "must")
+    for named, known, rows in (("mine", None, [3]), ("mine", "mine", []), ("mine", "other", [3]), ("", "other", [])):
+        monkeypatch.setenv("WANDB_RUN_ID", named)
+        (config.run_dir / "trackers.json").write_text(json.dumps({"wandb": known} if known else {}))
+        with stand_ins() as told:
+            TrackerSink("wandb", config, last_step=2, say=print).write({"step": 3, "train/loss": 1.0})
+        assert told["wandb"].started[0]["id"] == (named or known) and told["wandb"].started[0]["resume"] == ""
+        assert told["wandb"].steps == rows
+        assert json.loads((config.run_dir / "trackers.json").read_text()) == {"wandb": named or known}
+
+
 @pytest.mark.parametrize("name", ["tensorboard", *NAMES])
 def test_a_package_that_is_not_there_is_said_before_anything_starts(name: str) -> None:
     config = load_config(None, [f"log.to=[jsonl, {name}]"])

@@ -59,8 +59,8 @@ def stand_ins(fail_at: int = 0, fail_to_start: bool = False) -> Iterator[dict[st
 
 def _fill_wandb(module: Any, told: Told, start: Any, log: Any) -> None:
     def init(
-        *, id: str, resume: str, config: dict[str, Any], allow_val_change: bool, settings: Any, project: str = "",
-        name: str = "", dir: str = "",
+        *, id: str, config: dict[str, Any], allow_val_change: bool, settings: Any, project: str = "", name: str = "",
+        dir: str = "", resume: str = "",
     ) -> Any:  # fmt: skip
         start("wandb", id=id, resume=resume, project=project, name=name, dir=dir)
         told.config.update(config)

@@ -1,10 +1,12 @@
 """The model card of an export: base model, training data, settings, results and how to load it."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from fivefold.checkpoint import model_folder
 from fivefold.checkpoint.find import is_remote
@@ -15,6 +17,12 @@ from fivefold.data.source import HUB
 
 _POINTS = 10  # rows of the curve
 _UNKNOWN = "unknown"
+_TAGS = ("fivefold", "lora")
+_TRAINED, _APPLY = "Trained with fivefold.", "of the base model and of the data apply."
+# The text of a card of fivefold, from its title to its last sentence, or to a title that others wrote in between.
+_SECTION = re.compile(
+    rf"(?:^# .*\n\n)?^{re.escape(_TRAINED)}\n(?:(?!#|.*{re.escape(_APPLY)}).*\n)*(?:.*{re.escape(_APPLY)}\n?)?", re.M
+)
 
 _LOAD = """```python
 from {package} import {model_class}
@@ -48,7 +56,7 @@ def model_card(
         "library_name": package,
         "license": licence or _UNKNOWN,
         "pipeline_tag": "text-generation",
-        "tags": ["fivefold", *(["lora"] if is_adapter else [])],
+        "tags": [*_TAGS[: 1 + is_adapter]],
     }
     if hub:
         front["base_model"] = hub
@@ -63,9 +71,8 @@ def model_card(
     terms = f"Licence of the base model: {licence}. The terms" if licence else "Licence: unknown. Those"
     without = "".join(f"{line}.\n\n" for line in lacking(lacks or {}))
     return (
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {title}\n\n"
-        f"Trained with fivefold.\n\n{load}\n{_table(('', ''), rows.items())}\n{_curve(checkpoint, run)}{without}"
-        f"{terms} of the base model and of the data apply.\n"
+        f"{_front(front)}\n# {title}\n\n{_TRAINED}\n\n{load}\n{_table(('', ''), rows.items())}\n"
+        f"{_curve(checkpoint, run)}{without}{terms} {_APPLY}\n"
     )
 
 
@@ -76,6 +83,49 @@ def lacking(lacks: Mapping[str, int]) -> list[str]:
         "not in the weights"
         for key, count in lacks.items()
     ]
+
+
+def merged_card(old: str, new: str) -> str:
+    """The card `new` of fivefold with what others wrote into `old`, that of a repository: keys of the front matter
+    that `new` lacks, tags and datasets, and the text around fivefold's own. Raises `ValueError` or `yaml.YAMLError` for
+    front matter that is no mapping."""
+    theirs, before = _parted(old)
+    ours, text = _parted(new)
+    section = _SECTION.search(before)
+    ours |= {key: kept for key, value in theirs.items() if (kept := _kept(key, value, ours, section)) is not None}
+    start, end = section.span() if section else (0, 0)
+    parts = (before[:start], text, _SECTION.sub("", before[end:]))
+    return f"{_front(ours)}\n" + "\n\n".join(part for each in parts if (part := each.strip("\n"))) + "\n"
+
+
+def _parted(card: str) -> tuple[dict[str, Any], str]:
+    """The front matter and the text of a card."""
+    block = REGEX_YAML_BLOCK.search(card)
+    front = yaml.safe_load(block[2]) if block else {}
+    if not isinstance(front or {}, dict):
+        raise ValueError("the front matter is no mapping")
+    return front or {}, card[block.end() :] if block else card
+
+
+def _kept(key: str, value: Any, ours: dict[str, Any], section: re.Match[str] | None) -> Any:
+    """The value of a key that others wrote, None to drop it. Values that an earlier card of fivefold also has in its
+    text are fivefold's own."""
+    if key in ("tags", "datasets"):
+        values = value if isinstance(value, list) else [value]
+        mine = ours.get(key, [])
+        return [*mine, *(v for v in values if v not in (*mine, *_TAGS) and not _has(section, v, key))] or None
+    if key == "base_model_relation" or (key in ours and (key, ours[key]) != ("license", _UNKNOWN)):
+        return ours.get(key)
+    return None if key in ("base_model", "license") and _has(section, value, key) else value
+
+
+def _has(section: re.Match[str] | None, value: object, key: str) -> bool:
+    """True if an earlier card of fivefold names a value, other than a tag."""
+    return key != "tags" and bool(section and re.search(rf"(?<![\w/-]){re.escape(str(value))}(?![\w/-])", section[0]))
+
+
+def _front(values: dict[str, Any]) -> str:
+    return f"---\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}---\n"
 
 
 def _datasets(config: RunConfig) -> list[str]:

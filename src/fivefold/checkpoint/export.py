@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from fivefold.checkpoint import adapter_export, model_folder
+from fivefold.checkpoint import push as hub
 from fivefold.checkpoint.card import model_card
 from fivefold.checkpoint.find import best_step, find_checkpoint
 from fivefold.checkpoint.load import Checkpoint
+from fivefold.checkpoint.push import Pushed
 from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
 from fivefold.core.errors import UserError
 from fivefold.core.hub import Repository
@@ -43,9 +45,14 @@ class Exported:
     bytes: int
     dtype: torch.dtype
     is_adapter: bool = False  # a folder of `peft`
-    pushed: str | None = None  # its address on the hub
+    push: Pushed | None = None
     check: MergeCheck | None = None  # only for a merged adapter
     lacks: Mapping[str, int] = field(default_factory=dict)  # counts of layers that the config no longer declares
+
+    @property
+    def pushed(self) -> str | None:
+        """Its address on the hub."""
+        return self.push.address if self.push else None
 
 
 def export(
@@ -67,17 +74,19 @@ def export(
     memory allow (None: always).
 
     `dtype`: see `export_dtype`. Files grow to `file_bytes` (a larger tensor still stays in one). `force` replaces an
-    existing model folder. `push`: the repository of the hub to which the folder is then uploaded. Raises `UserError`
-    for a missing run or step, if `out` is in the way, and if the hub refuses.
+    existing model folder. `push`: the repository of the hub to which the folder is then uploaded; it is created only
+    once the folder is complete. Raises `UserError` for a missing run or step, if `out` is in the way, and if the hub
+    refuses.
     """
     if best and step is not None:
         raise UserError(f"the best step and step {step} are both asked for", fix="leave one out")
     checkpoint = find_checkpoint(run, best_step(run) if best else step)
     if push is None:
         return _export(checkpoint, run, out, f'"{out.name}"', dtype, force, merge, room, file_bytes)
-    push.open()  # before a large model is written
+    hub.check(push)  # before a large model is written
     done = _export(checkpoint, run, out, push.arguments, dtype, force, merge, room, file_bytes)
-    return replace(done, pushed=push.push(out, f"step {done.step} of {Path(str(run)).name}"))
+    files = [path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()]  # `out` was replaced whole
+    return replace(done, push=hub.push(push, out, files, f"step {done.step} of {Path(str(run)).name}"))
 
 
 def _export(
@@ -98,7 +107,7 @@ def _export(
     if beside is not None:
         _check_free(out, force)
         source, check = beside.merged(known.stored, room)
-    files = model_folder.contents(checkpoint.model_folder, checkpoint.manifest.files)
+    files = checkpoint.model_files()
     card = model_card(checkpoint, run, arguments=arguments, dtype=_name(target), lacks=known.lacks)
     size = write_folder(source, out, {**files, CARD: card.encode()}, known, force=force, file_bytes=file_bytes)
     parameters = sum(prod(source.shape(name)) for name in source.ordered if name not in known.buffers)

@@ -10,11 +10,15 @@ import typer
 from fivefold.cli.options import Debug
 from fivefold.core.hub import Repository, repository
 from fivefold.core.terminal import say
+from fivefold.core.text import listed
 from fivefold.core.units import human
 from fivefold.launch.worker import imported
 
 if TYPE_CHECKING:
+    from fivefold.checkpoint.push import Pushed
     from fivefold.parallel.adapters.merge_check import MergeCheck
+
+_MOST = 20  # files named in a line
 
 
 class DType(StrEnum):
@@ -44,7 +48,15 @@ def export(
         str | None,
         typer.Option(metavar="ORG/NAME", help="Upload OUT to this model repository of the hub.", show_default=False),
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    private: Annotated[
+        bool, typer.Option("--private", help="Refuse a public repository. A new one is private by default.")
+    ] = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="Make a new repository public, and refuse a private one.")
+    ] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Remove files of another model from the repository, such as GGUF.")
+    ] = False,
     revision: Annotated[
         str | None, typer.Option(metavar="BRANCH", help="Branch to push to. Default: the main one.", show_default=False)
     ] = None,
@@ -61,7 +73,7 @@ def export(
     from fivefold.checkpoint.export import export as export_run
     from fivefold.launch.memory import room
 
-    free, to = room(), repository(push, private, revision)
+    free, to = room(), repository(push, private, revision, public=public, replace=replace)
     done = export_run(
         run, out, step=step, best=best, dtype=dtype.value if dtype else None, force=force, merge=merge,
         push=to, room=free.free if free else None,
@@ -71,8 +83,7 @@ def export(
     kind = str(done.dtype).removeprefix("torch.")
     if done.is_adapter:
         say(f"{out} is a PEFT adapter: {human(done.parameters)} parameters in {kind}, {human(done.bytes)}B")
-        if done.pushed:
-            say(f"pushed to {done.pushed}")
+        _say_pushed(done.push)
         for line in uses_of_adapter(to or out, run, str(out)):
             say(line)
         return
@@ -81,10 +92,20 @@ def export(
         say(line)
     if done.check is not None:
         say(_compared(done.check, kind))
-    if done.pushed:
-        say(f"pushed to {done.pushed}")
+    _say_pushed(done.push)
     for line in uses(to or out):
         say(line)
+
+
+def _say_pushed(done: "Pushed | None") -> None:
+    """Print where an export is on the hub, and what else is or was there."""
+    if done is None:
+        return
+    say(f"pushed to {done.address}")
+    if done.removed:
+        say(f"removed: {listed(done.removed, _MOST)}; commit {done.before[:8]} has them")
+    if done.kept:
+        say(f"kept: {listed(done.kept, _MOST)}")
 
 
 def _compared(check: "MergeCheck", kind: str) -> str:

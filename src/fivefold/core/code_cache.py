@@ -9,14 +9,18 @@ import os
 import pwd
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from fivefold.core.cache import cache_root
+from fivefold.core.cache import cache_root, key_of
+from fivefold.core.cpuinfo import cpuinfo
 from fivefold.core.errors import UserError
 
 _NO_PROGRAMS = getattr(os, "ST_NOEXEC", 0)
+INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+_CPU = ("model name", "flags", "Features")  # what code that is compiled for a CPU depends on
 _UNMAPPED = 65534  # the owner that a container shows for files of users it does not know
 
 
@@ -40,6 +44,15 @@ def code_folder(kind: str) -> Path:
         f"no folder for compiled code that this user alone can change: {refused[0]}",
         fix="point FIVEFOLD_CACHE or TMPDIR to a folder of your own",
     )
+
+
+def keep_compiled(env: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch keep what it compiles in the cache, apart for each kind of CPU, unless the user has named a folder for
+    it. By default it leaves a folder in TMPDIR."""
+    if INDUCTOR not in env:
+        about = [line for line in cpuinfo().split("\n\n")[0].splitlines() if line.startswith(_CPU)]
+        with suppress(UserError):
+            env[INDUCTOR] = str(code_folder("inductor") / key_of(*about))
 
 
 def _lacks(folder: Path) -> str:

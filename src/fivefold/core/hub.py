@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.core.errors import UserError
 
 MODEL = "model.name_or_path"
-_SECONDS = 10  # timeout of the first request to the hub
+SECONDS = 10  # timeout of the first request to the hub
 
 
 def is_hub_id(name: str) -> bool:
@@ -30,7 +31,7 @@ def snapshot(name: str, files: Sequence[str], *, key: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
     try:
-        HfApi().model_info(name, timeout=_SECONDS)  # snapshot_download would wait forever, or retry for minutes
+        HfApi().model_info(name, timeout=SECONDS)  # snapshot_download would wait forever, or retry for minutes
     except Exception as error:  # from huggingface_hub or its HTTP client
         try:
             return Path(snapshot_download(name, allow_patterns=[*files], local_files_only=True))
@@ -52,43 +53,38 @@ def config_file(name: str) -> Path:
 
 @dataclass(frozen=True)
 class Repository:
-    """A model repository of the hub to push to. `private`: only for one that does not exist yet. `revision`: a branch,
-    None for the main one."""
+    """A model repository of the hub to push to; `fivefold.checkpoint.push` does it.
+
+    `private`, `public`: how others must see it; a new one is private unless `public`. `revision`: a branch, None for
+    the main one. `replace`: remove files of other models that would mix with the pushed one.
+    """
 
     name: str
     private: bool = False
     revision: str | None = None
+    public: bool = False
+    replace: bool = False
 
     def __post_init__(self) -> None:
         if not looks_like_id(self.name):
             raise UserError(f"{self.name} is no repository of the hub", fix="write org/name, or user/name")
+        if self.private and self.public:
+            raise UserError("private and public are both asked for", fix="leave one out: a new repository is private")
 
     @property
     def arguments(self) -> str:
         """The arguments of `from_pretrained` that load what was pushed, as Python."""
         return f'"{self.name}"' + (f', revision="{self.revision}"' if self.revision else "")
 
-    def open(self) -> None:
-        """Create the repository and the branch where they do not exist. Raises `UserError` with the reason."""
-        from huggingface_hub import HfApi
-
+    @contextmanager
+    def errors(self, more: str = "") -> Iterator[None]:
+        """Raise errors of the hub or its HTTP client as `UserError` with the reason, then `more`."""
         try:
-            HfApi().create_repo(self.name, private=self.private, exist_ok=True)
-            if self.revision is not None:
-                HfApi().create_branch(self.name, branch=self.revision, exist_ok=True)
-        except Exception as error:  # from huggingface_hub or its HTTP client
-            raise self._not_pushed(error) from error
-
-    def push(self, folder: Path, message: str) -> str:
-        """Upload the files of `folder` and return the address. Raises `UserError` with the reason."""
-        from huggingface_hub import HfApi
-
-        try:
-            HfApi().upload_folder(repo_id=self.name, folder_path=folder, revision=self.revision, commit_message=message)
+            yield
+        except UserError:
+            raise
         except Exception as error:
-            raise self._not_pushed(error, f"; {folder} is complete") from error
-        place = f"/tree/{self.revision}" if self.revision else ""
-        return f"{HfApi().endpoint}/{self.name}{place}"
+            raise self._not_pushed(error, more) from error
 
     def _not_pushed(self, error: BaseException, more: str = "") -> UserError:
         from huggingface_hub import errors as hub
@@ -101,18 +97,21 @@ class Repository:
                 "log in with a token that may: hf auth login, or HF_TOKEN",
             )
         else:
-            what, fix = _reason(self.name, errors)[0], f"hf upload {self.name} FOLDER, when the hub answers"
+            what, fix = _reason(self.name, errors)[0], "run it again when the hub answers (--force if OUT is there)"
         if any(isinstance(one, hub.OfflineModeIsEnabled) for one in errors):
             what, fix = "HF_HUB_OFFLINE forbids it", "unset HF_HUB_OFFLINE"
         return UserError(f"{self.name} was not pushed: {what}{more}", fix=fix)
 
 
-def repository(name: str | None, private: bool, revision: str | None) -> Repository | None:
-    """The repository that three options name. Raises `UserError` for options without a name."""
+def repository(
+    name: str | None, private: bool, revision: str | None, *, public: bool = False, replace: bool = False
+) -> Repository | None:
+    """The repository that five options name. Raises `UserError` for options without a name."""
     if name is not None:
-        return Repository(name, private, revision)
-    if private or revision is not None:
-        raise UserError("private and revision are of a repository, and none is named", fix="name one: push org/name")
+        return Repository(name, private, revision, public, replace)
+    if private or public or replace or revision is not None:
+        what = "private, public, replace and revision are of a repository, and none is named"
+        raise UserError(what, fix="name one: push org/name")
     return None
 
 

@@ -10,12 +10,12 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.core.cache import Progress, cache_root, say_aloud
@@ -25,7 +25,6 @@ from fivefold.data.store import Say, check_settings, content_key, store_folder
 from fivefold.data.units import Units, shares
 
 _MORE = "docs/howto/data.md, 'Prepare ahead'"
-_TODO = 2  # units a process, submitted at once
 
 
 @dataclass(frozen=True)
@@ -128,57 +127,70 @@ def _tokenise(todo: Sequence[tuple[Units, int]], workers: int, progress: Progres
     total, done = sum(units.units[number].size for units, number in todo), 0
     sources = list({units.folder: units for units, _ in todo}.values())
     at = {units.folder: place for place, units in enumerate(sources)}
-    count = max(1, min(workers, len(todo)))
-    with _pool(count, sources) as pool:
-        waiting = iter(todo)
-        running = {}
+    count = min(max(1, workers), len(todo))
+    waiting = iter(todo)
+    running: dict[Any, int] = {}
+    with _processes(count, sources) as free:
         while True:
-            for units, number in waiting:
-                running[pool.submit(_tokenise_one, at[units.folder], number)] = units.units[number].size
-                if len(running) >= _TODO * count:
-                    break
+            for process, (units, number) in zip(free, waiting, strict=False):
+                process.send((at[units.folder], number))
+                running[process] = units.units[number].size
             if not running:
                 return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                future.result()
-                done += running.pop(future)
+            free = wait(list(running))
+            for process in free:
+                if error := process.recv():
+                    raise error
+                done += running.pop(process)
                 if progress:
                     progress(f"tokenising in {count} process{'es' * (count > 1)}", done, total)
 
 
 @contextmanager
-def _pool(workers: int, sources: Sequence[Units]) -> Iterator[ProcessPoolExecutor]:
-    """Processes that tokenise. They end with this one, however it ends."""
+def _processes(workers: int, sources: Sequence[Units]) -> Iterator[list[Any]]:
+    """Connections to processes that tokenise. They end with this one, however it ends.
+
+    No pool of the standard library: its queues are named semaphores, which stay in /dev/shm when all of its processes
+    are killed at once.
+    """
     spawn = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks
-    others = {process.pid for process in multiprocessing.active_children()}  # the caller's own
-    pool = ProcessPoolExecutor(workers, spawn, _begin, (sources,))
+    processes, connections = list[Any](), list[Any]()
     try:
-        yield pool
-        pool.shutdown()
-    except BaseException as error:
-        for process in multiprocessing.active_children():
-            if process.pid not in others:
-                process.terminate()
-        pool.shutdown(cancel_futures=True)
-        if isinstance(error, BrokenProcessPool):
-            raise RunFailed(
-                "a process of --prepare was killed, or ran out of memory",
-                fix="run the command again: what was tokenised is kept; with fewer --workers if memory is short",
-                more=_MORE,
-            ) from error
-        raise
+        for _ in range(workers):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(theirs, sources), daemon=True)
+            process.start()
+            theirs.close()  # so that its end is seen here
+            processes.append(process)
+            connections.append(ours)
+        yield connections
+    except (EOFError, ConnectionError) as error:
+        raise RunFailed(
+            "a process of --prepare was killed, or ran out of memory",
+            fix="run the command again: what was tokenised is kept; with fewer --workers if memory is short",
+            more=_MORE,
+        ) from error
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join()
 
 
-_sources: Sequence[Units] = ()  # of this process
-
-
-def _begin(sources: Sequence[Units]) -> None:
-    """Prepare a process of the pool."""
-    global _sources
-    _sources = sources
+def _serve(asked: Any, sources: Sequence[Units]) -> None:
+    """Tokenise the units that the parent names, and answer with the error of each, if there is one."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a core for each process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     Thread(target=_end_with_parent, daemon=True).start()
+    with suppress(EOFError, ConnectionError):  # the parent has ended
+        while True:
+            source, number = asked.recv()
+            try:
+                sources[source].tokenise(number)
+            except Exception as error:
+                asked.send(error)
+            else:
+                asked.send(None)
 
 
 def _end_with_parent() -> None:
@@ -186,7 +198,3 @@ def _end_with_parent() -> None:
     assert parent is not None, "a process of the pool has a parent"
     parent.join()
     os._exit(1)
-
-
-def _tokenise_one(source: int, number: int) -> None:
-    _sources[source].tokenise(number)

@@ -109,8 +109,9 @@ class Job:
 
     @property
     def command(self) -> str:
-        """The command of one rank, on one line for a comment."""
-        return " ".join(join(("fivefold", *self.arguments)).split())
+        """The command of one rank, on one line for a comment. YAML has no place for control characters in comments."""
+        line = " ".join(join(("fivefold", *self.arguments)).split())
+        return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
 
 
 def override(key: str, text: str) -> str:

@@ -19,6 +19,7 @@ from runpy import run_path
 from typing import Any
 
 from fivefold.config.schema import LaunchSection
+from fivefold.core.code_cache import keep_compiled
 from fivefold.core.errors import UserError, first_line
 from fivefold.launch.meeting import LOOPBACK, OthersGone, meet
 
@@ -271,7 +272,9 @@ def server_environment(size: int) -> dict[str, str]:
     """The environment of the process that forks `size` workers."""
     # NVML counts GPUs without initialising CUDA, which would break in the forked workers.
     asked = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", LAUNCHER: str(os.getpid())}
-    return {**os.environ, **asked, "OMP_NUM_THREADS": str(threads_per_worker(size))}
+    env = {**os.environ, **asked, "OMP_NUM_THREADS": str(threads_per_worker(size))}
+    keep_compiled(env)
+    return env
 
 
 def worker_environment(rank: int, size: int, folder: Path, among: NodeRanks | None = None) -> dict[str, str]:

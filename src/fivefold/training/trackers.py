@@ -40,15 +40,15 @@ class Tracker:
 
 
 def to_wandb(config: RunConfig, known: str | None, last_step: int) -> Tracker:
-    """Start Weights & Biases, with its files in the run folder. W&B itself drops steps that its run already has."""
+    """Start Weights & Biases, with its files in the run folder. W&B itself drops steps that its run already has.
+    `WANDB_RUN_ID` names the run, and `WANDB_RESUME` whether it must or must not be there already."""
     import wandb
 
-    ours: dict[str, Any] = {"project": PROJECT, "name": config.run.name, "dir": str(config.run_dir)}
-    name = known or secrets.token_hex(4)
+    ours: dict[str, Any] = {"project": PROJECT, "name": config.run.name, "dir": str(config.run_dir), "resume": "allow"}
+    name = os.environ.get("WANDB_RUN_ID") or known or secrets.token_hex(4)
     run = wandb.init(
         **{key: value for key, value in ours.items() if f"WANDB_{key.upper()}" not in os.environ},
         id=name,
-        resume="allow",
         config=_plain(config),
         allow_val_change=True,  # a run may resume under another layout
         settings=wandb.Settings(console="off"),  # the live panel repaints itself
@@ -136,7 +136,7 @@ class TrackerSink:
         self._name, self._say = name, say
         ids = config.run_dir / IDS
         known = _read(ids).get(name) if last_step else None
-        self._sent = last_logged_step(config) if known else 0
+        self._sent = 0
         self._tracker: Tracker | None = None
         try:
             self._tracker = TRACKERS[name](config, known, last_step)
@@ -146,6 +146,8 @@ class TrackerSink:
                 raise UserError(what, fix=_ADVICE[name], more=f"or leave {name} out of log.to") from error
             self._let_go(error)
             return
+        if known == self._tracker.id:
+            self._sent = last_logged_step(config)
         try:
             if self._tracker.id:
                 replace(ids, json.dumps({**_read(ids), name: self._tracker.id}).encode() + b"\n")

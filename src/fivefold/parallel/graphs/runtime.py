@@ -15,7 +15,7 @@ from torch import nn
 
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.graphs.spec import Compile, Outside
-from fivefold.torch_internals import compiled_versions, heard_from_dynamo
+from fivefold.torch_internals import compiled_versions, heard_from_dynamo, keep_headers
 
 VERSIONS = 64  # of one function; torch's 8 are used up by a model with several kinds of layers
 # A graph waits for a collective where its result is first read, so that other kernels overlap it. In backward these are
@@ -36,6 +36,7 @@ class Compiled:
     def block(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Compile `forward` of block `name`."""
         compiled_versions(at_least=VERSIONS)
+        keep_headers()
         compiled = torch.compile(forward, options=LATE_WAITS)
 
         def run(*args: Any, **kwargs: Any) -> Any:
