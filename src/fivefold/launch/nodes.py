@@ -11,7 +11,6 @@ import json
 import os
 import socket
 import struct
-import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -35,6 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
+from fivefold.core.alike import FIX, difference
 from fivefold.core.errors import RunFailed, UserError, first_line
 from fivefold.core.text import listed
 from fivefold.launch.meeting import LOOPBACK
@@ -451,17 +451,14 @@ def _agree(file: Path, about: Mapping[str, Any]) -> None:
     except RendezvousConnectionError as error:
         raise UserError(f"the nodes cannot meet: {error}", more=_PAGE) from error
     said = json.loads(text)
-    first = said["about"]
-    differing = next((name for name in {**first, **mine} if first.get(name) != mine.get(name)), None)
-    if differing is None:
-        return
-    here, there = (textwrap.shorten(str(values.get(differing)), 80, placeholder=" ...") for values in (mine, first))
-    raise UserError(
-        f"{differing} is {here} on this node, {socket.gethostname()} (process {os.getpid()}), and {there} on "
-        f"{said['host']} (process {said['pid']}), which came first",
-        fix="start every node with the same run file, data and versions; to change them, end all nodes first",
-        more=_PAGE,
-    )
+    if found := difference(mine, said["about"]):
+        name, here, there = found
+        raise UserError(
+            f"{name} is {here} on this node, {socket.gethostname()} (process {os.getpid()}), and {there} on "
+            f"{said['host']} (process {said['pid']}), which came first",
+            fix=f"{FIX}; to change them, end all nodes first",
+            more=_PAGE,
+        )
 
 
 def _open(file: Path) -> int:
