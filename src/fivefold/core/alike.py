@@ -7,6 +7,7 @@ other entries only name what differs. `UNREAD` equals any value: its side does n
 import os
 import platform
 from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import shorten
@@ -24,13 +25,17 @@ _SAMPLE, _SAMPLES, _EACH = 4096, 8, 2**24  # bytes; samples of any range; one mo
 def program() -> dict[str, Any]:
     """The versions of Python and of the packages, and a digest of each file of fivefold itself: a checkout has the
     version number of the commits around it."""
-    root = Path(__file__).parents[1]
-    own = {str(file.relative_to(root)): file for file in sorted(root.rglob("*")) if file.suffix in _CODE}
     return {
         "the version of python": platform.python_version(),
         **{f"the version of {package}": version(package) for package in _PACKAGES},
-        "fivefold's own code": {name: xxh3_64_hexdigest(file.read_bytes()) for name, file in own.items()},
+        "fivefold's own code": _own_code(),
     }
+
+
+@cache
+def _own_code() -> dict[str, str]:
+    root = Path(__file__).parents[1]
+    return digests(root, (file for file in sorted(root.rglob("*")) if file.suffix in _CODE))
 
 
 def digests(folder: Path, files: Iterable[Path]) -> dict[str, str]:

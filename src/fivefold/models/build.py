@@ -192,9 +192,9 @@ def without_dropout(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     return hf_config
 
 
-def config_values(name_or_path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The keys of `load_model_config` that a model depends on, as plain data."""
-    values = json.loads(load_model_config(name_or_path, overrides).to_json_string(use_diff=False))
+def config_values(config: PreTrainedConfig) -> dict[str, Any]:
+    """The keys of a config that a model depends on, as plain data."""
+    values = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in values.items() if key not in ("transformers_version", "_name_or_path")}
 
 

@@ -45,10 +45,12 @@ class OtherWeights(UserError):
 class TensorSource(ABC):
     """Tensors by name, read region by region on the CPU.
 
-    `shapes`: the global shapes of the model's parameters (tied ones once) and persistent buffers.
+    `shapes`: the global shapes of the model's parameters (tied ones once) and persistent buffers. `folder`: a Hugging
+    Face folder that they are read from, if it is one.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
+    folder: Path | None = None
 
     def names(self) -> set[str]:
         """Every name that can be read."""
@@ -121,8 +123,8 @@ class SafetensorsFolder(TensorSource):
         Raises `UserError` for a folder without safetensors, file names that lead out of it, damaged files, and names or
         shapes that are not those of the model.
         """
-        self._folder = Path(path)
-        located = _locate(self._folder)
+        self.folder = folder = Path(path)
+        located = _locate(folder)
         self._stored, self._merged = _names(model, located)
         self._files = {name: located[stored] for name, stored in self._stored.items()}
         in_files = _entries(located)
@@ -134,14 +136,14 @@ class SafetensorsFolder(TensorSource):
                 shapes[name], entries[name] = shape, entries[pieces[0].stored]
         inner = {piece.stored for pieces in self._merged.values() for piece in pieces}
         expected = stored_tensors(model)
-        _check_names(self._folder, (set(shapes) - inner), set(expected), model)
-        _check_shapes(self._folder, shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()})
-        _check_types(self._folder, entries, expected)
+        _check_names(folder, (set(shapes) - inner), set(expected), model)
+        _check_shapes(folder, shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()})
+        _check_types(folder, entries, expected)
         self.shapes = {name: shapes[name] for name in expected}
         self._check_buffers(model)
-        if own := own_heads(self._folder, model):
+        if own := own_heads(folder, model):
             raise UserError(
-                f"{self._folder}: {own[0]} is not the tensor that this model ties it to",
+                f"{folder}: {own[0]} is not the tensor that this model ties it to",
                 fix="set tie_word_embeddings: false in its config.json",
             )
 
@@ -150,7 +152,7 @@ class SafetensorsFolder(TensorSource):
         trained = router_buffers(model)
         for name, values in recipes.stored_buffers(model).items():
             if name not in trained and not torch.equal(found := self.whole(name), values.to(found.dtype)):
-                raise UserError(f"{self._folder} holds other values of the buffer {name} than the model computes")
+                raise UserError(f"{self.folder} holds other values of the buffer {name} than the model computes")
 
     def read(self, name: str, region: Region) -> Tensor:
         """See `TensorSource`."""
@@ -195,6 +197,7 @@ def _dequantised(folder: Path, model: PreTrainedModel, method: str, found: UserE
             fix="name the folder that it was made of; or make it plain once, where its package is installed: "
             "model = AutoModelForCausalLM.from_pretrained(...); model.dequantize(); model.save_pretrained(...)",
         )
+    source.folder = folder
     return source
 
 

@@ -9,21 +9,25 @@ from fivefold.core.alike import UNREAD, WHOLE, digests, program
 from fivefold.core.named_code import NamedCode
 from fivefold.data.prepare import PreparedData
 from fivefold.data.tokenizer import tokenizer_files
-from fivefold.models.build import config_values, weights_folder
+from fivefold.models.build import config_values, load_model_config, weights_folder
 from fivefold.models.sources import folder_digests
 from fivefold.parallel.adapters.peft_folder import adapter_digests
 
 
-def fields(config: RunConfig, data: PreparedData, of_disk: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """The fields by name: the keys of the run file, the code that it names, those of `files` as `of_disk`, the rows. Of
-    two that differ, the first is the cause. Plain data."""
+def keys(config: RunConfig) -> dict[str, Any]:
+    """The keys of the run file, and the code that it names. Raises `UserError`."""
+    tree = config.model_dump(mode="json", by_alias=True)
     return {
-        **{
-            f"{section}.{key}": value
-            for section, values in config.model_dump(mode="json", by_alias=True).items()
-            for key, value in values.items()
-        },
+        **{f"{section}.{key}": value for section, values in tree.items() for key, value in values.items()},
         **{f"the hash of {key}": NamedCode.read(text, key).digest for key, text in config.code.items()},
+    }
+
+
+def fields(config: RunConfig, data: PreparedData, of_disk: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The fields by name: `keys`, those of `files` as `of_disk`, the rows. Of two that differ, the first is the cause.
+    Plain data."""
+    return {
+        **keys(config),
         **(of_disk or {}),
         "the hash of the tokenizer": data.tokenizer.digest,
         "the fingerprint of the rows": {**data.files, WHOLE: data.fingerprint},
@@ -40,7 +44,7 @@ def files(config: RunConfig, data: PreparedData, *, reads_weights: bool) -> Mapp
     found: dict[str, Any] = {
         **program(),
         "the tokenizer": digests(folder, tokenizer_files(folder)),
-        f"{base}: config.json": config_values(model.name_or_path, model.overrides),
+        f"{base}: config.json": config_values(load_model_config(model.name_or_path, model.overrides)),
     }
     if model.init == "pretrained":
         weights = weights_folder(model.name_or_path)
@@ -53,7 +57,7 @@ def files(config: RunConfig, data: PreparedData, *, reads_weights: bool) -> Mapp
         found[f"objective.reference {given.reference}"] = folder_digests(weights_folder(given.reference))
     if given.name == "distill":
         teacher = weights_folder(given.teacher)
-        found[f"objective.teacher {given.teacher}: config.json"] = config_values(teacher)
+        found[f"objective.teacher {given.teacher}: config.json"] = config_values(load_model_config(teacher))
         found[f"objective.teacher {given.teacher}"] = digests(teacher, tokenizer_files(teacher)) | folder_digests(
             teacher
         )
