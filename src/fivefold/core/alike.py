@@ -19,7 +19,7 @@ FIX = "give every node the same run file, model, data, code and packages, or fol
 WHOLE, UNREAD, _ABSENT = "", "not read", "not there"
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors", "tokenizers")
 _CODE = (".py", ".c", ".h", ".toml", ".yaml")
-_SAMPLE, _SAMPLES, _EACH = 4096, 8, 2**24  # bytes; samples of any range; one more for each 16 MiB
+_SAMPLE, _SAMPLES, _EACH = 4096, 16, 2**23  # bytes; samples of any range; one more for each 8 MiB
 
 
 def program() -> dict[str, Any]:
