@@ -354,7 +354,9 @@ class _Locked:
             self._descriptor = _open(self._file)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX if self._exclusive else fcntl.LOCK_SH)
         except OSError as error:
-            raise RendezvousConnectionError(f"{self._file}: {error.strerror}") from error
+            run_dir = self._file.parents[1]
+            what = f"{self._file}: {error.strerror}" if run_dir.is_dir() else f"the run folder {run_dir} is gone"
+            raise RendezvousConnectionError(what) from error
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:

@@ -235,6 +235,9 @@ class Trainer(Job):
             all_done = f"this run is finished: {self.step} of {self.total_steps} steps are done"
             self._close(self._why_stopped or all_done)
             return
+        if self.config.train.check_every > 0:
+            found = checks.replicas(self.model, self.optimizer)
+            checks.fail_on(found, step=self.step, passed=None, came_in=True)
         for batch, waited in self._batches():
             started = time.perf_counter() - waited
             rate = self._learning_rate(self.step)
