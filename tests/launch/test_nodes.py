@@ -402,6 +402,8 @@ def test_nodes_that_differ_before_the_first_round_all_end_and_a_later_one_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same error: the first would wait for the other in vain."""
+    here = iter([f"127.0.0.{number}" for number in range(1, 5)])
+    monkeypatch.setattr(launch_nodes, "address", lambda: next(here))
     first = Meeting(tmp_path, 2, 2, timeout=60, about={"weights": {"a": 1, "b": 2}})
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(first.join, 1)
