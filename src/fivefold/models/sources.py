@@ -292,7 +292,7 @@ def tensor_digests(located: Mapping[str, Path]) -> dict[str, Any]:
     and as `WHOLE` one of all that does not depend on the files. `located`: the file of each tensor. Raises
     `UserError`."""
     entries, found, parts = _entries(located), dict[Path, dict[str, str]](), list[tuple[Path, list[str]]]()
-    for name, path in sorted(located.items()):
+    for name, path in sorted(located.items(), key=lambda pair: (pair[1].name, pair[0])):
         found.setdefault(path, {})[name] = ""
     for path, of_file in found.items():
         parts += [(path, [*of_file][at : at + _AT_ONCE]) for at in range(0, len(of_file), _AT_ONCE)]
