@@ -1,8 +1,10 @@
 """Ranks that something else has started meet at a port of rank 0 and name who does not come. Here ranks are threads."""
 
+import os
 import re
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -136,6 +138,56 @@ def test_ranks_of_other_machines_reach_rank_0_and_nobody_a_run_of_one(monkeypatc
         assert all_addresses.getsockname()[0] == "0.0.0.0"
 
 
+def test_rank_0_listens_at_the_address_that_its_host_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where others may resolve its name otherwise: of several addresses, or of the loopback interface; nor at an
+    address of a machine in front of it."""
+    known = {"one": ["127.0.0.2"], "two": ["127.0.0.2", "127.0.0.3"], "hosts": ["127.0.1.1"], "service": ["192.0.2.77"]}
+    plain = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo",
+        lambda host, *rest, **more: [(2, 1, 6, "", (each, 0)) for each in known[host]] if host in known
+        else plain(host, *rest, **more),
+    )  # fmt: skip
+
+    def at(host: str) -> str:
+        with meeting._listen(host, 0) as listening:
+            return str(listening.getsockname()[0])
+
+    everywhere = at("nowhere.invalid")
+    assert everywhere in ("::", "0.0.0.0")
+    assert [at("localhost"), at("127.0.0.2")] == [LOOPBACK, "127.0.0.2"]
+    assert [at(host) for host in ("two", "hosts", "service")] == [everywhere] * 3
+    monkeypatch.setattr(meeting, "is_loopback", lambda host: host == LOOPBACK)  # 127.0.0.2 is as another interface
+    assert at("one") == "127.0.0.2" and at("two") == everywhere
+
+
+LISTENERS = """
+import os, sys
+import torch.distributed as dist
+from fivefold.launch.world import find_world, join
+
+with join(find_world("cpu")):
+    dist.barrier()
+    own = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    inodes = {os.readlink(path) for path in own if os.path.lexists(path)}
+    rows = [line.split() for kind in ("tcp", "tcp6") for line in open(f"/proc/net/{kind}").read().splitlines()[1:]]
+    print(*sorted({row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}))
+    dist.barrier()
+"""
+
+
+@pytest.mark.full
+def test_ranks_of_one_machine_listen_on_loopback_alone(port: int) -> None:
+    """Started by hand: nothing but the address of rank 0 says that they are on one machine."""
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", LISTENERS], env={**env, "RANK": str(rank)}, stdout=-1, text=True)
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0].split() for process in processes]
+    assert said == [["0100007F"], ["0100007F"]]  # 127.0.0.1
+
+
 def test_a_rank_that_never_comes_is_named_by_the_first_of_the_others(
     port: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,7 +209,7 @@ def test_rank_0_that_never_comes_is_named(port: int, capfd: pytest.CaptureFixtur
 
 def test_a_port_that_is_taken_is_said_at_once(port: int) -> None:
     with socket.create_server((LOOPBACK, port)):
-        for host in (LOOPBACK, socket.gethostname()):
+        for host in (LOOPBACK, "localhost"):
             (error,) = ranks([0], 2, port, timeout=60, host=host)
             assert type(error) is UserError and "MASTER_PORT" in error.fix
             assert (

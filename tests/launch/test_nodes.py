@@ -391,10 +391,42 @@ def test_nodes_that_were_started_differently_are_refused_by_name(tmp_path: Path)
     (tmp_path / "agreed").touch(mode=0o600)
     _agree(tmp_path / "agreed", {"train.seed": 1, "the version of torch": "2.11"})
     _agree(tmp_path / "agreed", {"train.seed": 1, "the version of torch": "2.11"})
-    with pytest.raises(UserError, match=r"train\.seed is 2 on this node, .*, and 1 on .*, which came first"):
+    with pytest.raises(UserError, match=r"train\.seed is 1 on .*, which came first, and 2 on "):
         _agree(tmp_path / "agreed", {"train.seed": 2, "the version of torch": "2.11"})
-    with pytest.raises(UserError, match=r"the version of torch is None on this node"):
+    with pytest.raises(UserError, match=r"the version of torch is 2\.11 on .*, and not there on "):
         _agree(tmp_path / "agreed", {"train.seed": 1})
+
+
+@pytest.mark.full
+def test_nodes_that_differ_before_the_first_round_all_end_and_a_later_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same error: the first would wait for the other in vain."""
+    here = iter([f"127.0.0.{number}" for number in range(1, 5)])
+    monkeypatch.setattr(launch_nodes, "address", lambda: next(here))
+    first = Meeting(tmp_path, 2, 2, timeout=60, about={"weights": {"a": 1, "b": 2}})
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(first.join, 1)
+        with pytest.raises(UserError, match=r"weights: b is 2 on .*, which came first, and 3 on ") as other:
+            Meeting(tmp_path, 2, 2, timeout=60, about={"weights": {"a": 1, "b": 3}})
+        error = waits.exception(30)
+    assert isinstance(error, UserError) and error.exit_code == 2 and str(error) == str(other.value)
+    first.close()
+    alone = Meeting(tmp_path, 1, 2, timeout=60, about={"seed": 1})
+    alone.join(1)
+    with pytest.raises(UserError, match="seed is 1 on "):
+        Meeting(tmp_path, 1, 2, timeout=60, about={"seed": 2})
+    assert not alone.has_ended()
+    alone.close()
+
+
+def test_a_run_folder_that_is_gone_is_named(tmp_path: Path) -> None:
+    (run := tmp_path / "run").mkdir()
+    meeting = Meeting(run, 1, 1, timeout=20)
+    shutil.rmtree(run)
+    with pytest.raises(UserError, match=f"the nodes cannot meet: the run folder {run} is gone"):
+        meeting.join(1)
+    meeting.close()
 
 
 # ---- which nodes go on, with workers that are functions --------------------------------------------------------------

@@ -351,6 +351,17 @@ def test_an_error_says_what_where_and_what_to_do() -> None:
     assert caught.value.exit_code == 1 and not isinstance(caught.value, Suspected)
 
 
+@pytest.mark.full
+def test_weights_that_come_in_unlike_are_found_before_the_first_step(tmp_path: Path) -> None:
+    """In one bit, which the digests of what the nodes read may not cover."""
+    tree = run_file(tmp_path, layout__dp_replicate=2)
+    error = run_ranks(2, checked.train_unlike, tree)[0].error
+    what = "standing check before the first step: lm_head.weight differs over dp_replicate: rank 0 against rank 1"
+    assert isinstance(error, RunFailed) and error.what == what
+    assert error.fix and error.fix.startswith("nothing was trained yet")
+    assert column(tree, "step") == []
+
+
 def test_an_error_names_the_ranks_only_if_all_findings_do() -> None:
     wrong = [Finding("replicas", "w", "differs", (3,)), Finding("ledger", "rank 1", "read row 2", (1,))]
     with pytest.raises(Suspected) as caught:

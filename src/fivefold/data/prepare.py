@@ -4,7 +4,7 @@ Called before the process group exists, and again by every worker, which finds t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from fractions import Fraction
 from functools import cached_property, reduce
@@ -41,13 +41,15 @@ Spans = tuple[Int64s, Int64s]  # start and length
 @dataclass(frozen=True, eq=False)
 class PreparedData:
     """The data of a run. `fingerprint` identifies the rows by origin: contents, weights, tokenizer, BOS, split,
-    seq_length, packing and the order in a row. Runs with the same fingerprint and seed read the same batches."""
+    seq_length, packing and the order in a row. Runs with the same fingerprint and seed read the same batches. `files`:
+    hashes of the files that were read whole, by name."""
 
     tokenizer: TokenizerInfo
     train: RowSource
     validation: PackedRows | None
     counts: DataCounts
     fingerprint: str
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def whole(self) -> PackedRows:
@@ -332,6 +334,7 @@ def _open(
             answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
         ),
         fingerprint=plan.key,
+        files={name: digest for one in (*files, *held) for name, digest in one.named.items()},
     )
 
 

@@ -159,6 +159,19 @@ class FileList:
     source: Source
     files: tuple[tuple[Path, Format], ...]
     left_out: tuple[Path, ...] = ()
+    known: dict[Path, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def digests(self, root: Path) -> list[str]:
+        """A hash of the contents of each file, made once."""
+        self.known.update({path: form.digest(path, root) for path, form in self.files if path not in self.known})
+        return [self.known[path] for path, _ in self.files]
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The hashes that were made, by the path of a file below the folder of all of them."""
+        paths = [path for path, _ in self.files if path in self.known]
+        above = Path(os.path.commonpath([path.parent for path in paths])) if paths else Path()
+        return {f"{self.source.label}: {path.relative_to(above)}": self.known[path] for path in paths}
 
     @property
     def store(self) -> Path | None:

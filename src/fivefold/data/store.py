@@ -281,7 +281,8 @@ def check_settings(files: FileList) -> None:
 
 def content_key(files: FileList, root: Path) -> str:
     """A hash of the contents of the files and of the options that change how they are read."""
-    return key_of([[form.name, form.options(files.source), form.digest(path, root)] for path, form in files.files])
+    digests = files.digests(root)
+    return key_of([[form.name, form.options(files.source), digests[at]] for at, (_, form) in enumerate(files.files)])
 
 
 def store_folder(files: FileList, content: str, tokenizer: TokenizerInfo, root: Path) -> Path:

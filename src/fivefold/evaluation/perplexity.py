@@ -21,6 +21,7 @@ from fivefold.generation.opened import Opened, check_vocabulary
 from fivefold.launch.told import told
 from fivefold.launch.world import World
 from fivefold.models.forwards import check_lengths
+from fivefold.parallel.alike import check_alike
 from fivefold.parallel.state import state_of
 from fivefold.training.step import summed_loss
 
@@ -47,6 +48,7 @@ def evaluate_text(opened: Opened, request: EvaluateRequest, world: World) -> Tex
         source = _Given(request.text, "--text", request.format, request.text_key)
         files = resolve(source, discover(), cache_root())
         rows, name = rows_of(files, opened, _seq_length(opened, request)), files.name
+    check_alike(lambda: {name: [store.meta.content for store in rows.stores]})
     check_lengths(opened.model.config, rows.seq_length)
     check_vocabulary(rows.largest_token, opened.model.config, opened.info, name)
     placement = state_of(opened.model).placement

@@ -14,23 +14,26 @@ from transformers import PreTrainedModel
 from fivefold.checkpoint.base import base_source, check_base
 from fivefold.checkpoint.find import find_checkpoint, is_remote
 from fivefold.checkpoint.load import Checkpoint
+from fivefold.checkpoint.manifest import NAME as MANIFEST
 from fivefold.checkpoint.model_folder import FOLDER as MODEL_FOLDER
 from fivefold.config import RunConfig
+from fivefold.core.alike import digests, program
 from fivefold.core.cache import cache_root, say_aloud
 from fivefold.core.errors import UserError
 from fivefold.core.hub import is_hub_id
 from fivefold.core.nearby import runs
-from fivefold.data.tokenizer import Bos, TokenizerInfo, encoding, find_tokenizer
+from fivefold.data.tokenizer import Bos, TokenizerInfo, encoding, find_tokenizer, tokenizer_files
 from fivefold.generation.settings import check_values, end_tokens, stop_texts
 from fivefold.generation.text import encode_prompt
 from fivefold.launch.world import World
 from fivefold.models import hf_internals
-from fivefold.models.build import build_meta, load_model_config, weights_folder, without_dropout
+from fivefold.models.build import build_meta, config_values, load_model_config, weights_folder, without_dropout
 from fivefold.models.discover import facts_of
-from fivefold.models.sources import TensorSource, open_weights
+from fivefold.models.sources import TensorSource, folder_digests, open_weights
 from fivefold.parallel.adapters.peft_folder import CONFIG as PEFT_CONFIG
-from fivefold.parallel.adapters.peft_folder import lora_of, with_peft_folder
+from fivefold.parallel.adapters.peft_folder import adapter_digests, lora_of, with_peft_folder
 from fivefold.parallel.adapters.sources import Layered
+from fivefold.parallel.alike import check_alike
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.fsdp.runtime import PRECISION_OF
 from fivefold.parallel.layout import Layout
@@ -70,10 +73,11 @@ def open_model(name: str, world: World, *, layout: str, step: int | None, verb: 
     checkpoint, None the newest. `verb`: for messages. `converses`: texts are turns of a conversation. Unexpected
     properties of the tokenizer are reported on stderr. Raises `UserError` if the model, the step or the layout does not
     fit."""
+    if not world.is_local:
+        check_alike(lambda: _read(name, step, verb) | {"the layout": layout})
     folder, weights, open_source = _locate(name, step, verb)
     run = _run_of(folder)
-    has_adapter = (run.get("adapter") or {}).get("name", "none") != "none"
-    trained = RunConfig.model_validate(run) if has_adapter else None
+    trained = _with_adapter(run)
     place = name if is_hub_id(name) else str(folder)  # a hub id: the files of its tokenizer are fetched too
     info = find_tokenizer(place, model=place, corpus=(), root=cache_root(), bos=_bos_of(run))
     for remark in info.remarks(converses=converses) if world.is_first else ():
@@ -108,6 +112,27 @@ def check_vocabulary(largest: int, config: Any, tokenizer: TokenizerInfo, what: 
             f"tokenizer knows {tokenizer.vocab_size}",
             fix="leave out what makes that token, or name a model and a tokenizer that belong together",
         )
+
+
+def _read(name: str, step: int | None, verb: str) -> dict[str, Any]:
+    """What every rank reads of a model, to compare."""
+    folder, weights, _ = _locate(name, step, verb)
+    trained = _with_adapter(_run_of(folder))
+    base = weights_folder(trained.model.name_or_path) if trained and trained.model.init == "pretrained" else None
+    return {
+        **program(),
+        f"{name}: config.json": config_values(load_model_config(folder)),
+        f"{name}": digests(folder, [*folder.glob("generation_config.json"), *tokenizer_files(folder)]),
+        f"{name}: weights": folder_digests(weights) if weights else digests(folder.parent, [folder.parent / MANIFEST]),
+        f"{name}: adapter": adapter_digests(weights) if weights and (weights / PEFT_CONFIG).is_file() else None,
+        f"the model of {name}": folder_digests(base) if base else None,
+    }
+
+
+def _with_adapter(run: dict[str, Any]) -> RunConfig | None:
+    """The settings of the model's run, if it trained an adapter."""
+    has_adapter = (run.get("adapter") or {}).get("name", "none") != "none"
+    return RunConfig.model_validate(run) if has_adapter else None
 
 
 def _locate(

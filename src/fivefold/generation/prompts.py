@@ -21,6 +21,7 @@ from fivefold.generation.opened import Opened
 from fivefold.generation.sampling import Sampling
 from fivefold.generation.text import StoppedText
 from fivefold.launch.world import World
+from fivefold.parallel.alike import check_alike
 
 _MORE = "docs/howto/generate.md"
 
@@ -54,6 +55,7 @@ def answer_file(opened: Opened, request: GenerateRequest, world: World) -> None:
     """Answer the prompts of `request.prompts` over a joined world; every rank calls this, and the first one writes to
     `request.out`, or to standard output. Raises `UserError`, naming the line, before any computation."""
     prompts = read_prompts(opened, request)
+    check_alike(lambda: {f"{request.prompts}": [prompt.given for prompt in prompts]})
     with _out(request) if request.out and world.is_first else nullcontext(sys.stdout) as file:
         for first in range(0, len(prompts), request.batch_size):
             batch = prompts[first : first + request.batch_size]

@@ -5,6 +5,7 @@ has left `RANK` and `WORLD_SIZE` in the environment. Each rank that waits gives 
 all ranks, it opens a round with keys of its own: a rank that came and died is missing until it comes again.
 """
 
+import errno
 import os
 import re
 import socket
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache, partial
+from ipaddress import ip_address
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -76,24 +78,44 @@ class _Wait:
 
 
 def _open(size: int, host: str, port: int) -> Any:
-    """Open the store at a port of this machine: on the loopback interface if `host` is that, else on all."""
+    """Open the store at a port of this machine: see `_listen`."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, untyped
 
     try:
-        listening = _listen(host, port).detach()
+        listening = _listen(host, port)
     except OSError as error:
         raise UserError(
             f"rank 0 cannot listen at port {port} of {socket.gethostname()}: {os.strerror(error.errno or 0)}",
             fix="set MASTER_PORT to a free port, the same for every rank, or end what uses it",
         ) from error
-    return TCPStore(LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listening)
+    bound = str(listening.getsockname()[0])
+    here = LOOPBACK if bound in ("::", "0.0.0.0") else bound
+    return TCPStore(here, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    if host != LOOPBACK and socket.has_dualstack_ipv6():
+    """A socket at the one address that `host` names. On all addresses of this machine if it names several or none of
+    this machine's, or by a name the loopback interface, as /etc/hosts may: other machines may resolve it otherwise."""
+    found = {LOOPBACK} if host == "localhost" else set[str]()
+    with suppress(OSError):
+        found = found or {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    for address in found if len(found) == 1 and (is_loopback(host) or not any(map(is_loopback, found))) else ():
+        try:
+            return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:  # the address of a service in front of this machine
+                raise
+    if socket.has_dualstack_ipv6():
         with suppress(OSError):  # IPv6 is disabled on this machine
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server((LOOPBACK if host == LOOPBACK else "", port))
+    return socket.create_server(("", port))
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address, or a name, that means the machine itself on every machine."""
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _reach(rank: int, size: int, host: str, port: int, wait: _Wait) -> Any:

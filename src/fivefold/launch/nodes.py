@@ -11,7 +11,6 @@ import json
 import os
 import socket
 import struct
-import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -35,6 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
+from fivefold.core.alike import FIX, difference
 from fivefold.core.errors import RunFailed, UserError, first_line
 from fivefold.core.text import listed
 from fivefold.launch.meeting import LOOPBACK
@@ -181,7 +181,7 @@ class Meeting:
         try:
             info = self._rendezvous.next_rendezvous()
         except (RendezvousClosedError, RendezvousGracefulExitError):
-            raise Ended from None
+            raise _refused(self._folder / "agreed") or Ended from None
         except (RendezvousConnectionError, RuntimeError) as error:
             if "Timeout" in str(error):  # the first node is gone, before it has said where the ranks meet
                 raise NodesChanged(GONE) from None
@@ -354,7 +354,9 @@ class _Locked:
             self._descriptor = _open(self._file)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX if self._exclusive else fcntl.LOCK_SH)
         except OSError as error:
-            raise RendezvousConnectionError(f"{self._file}: {error.strerror}") from error
+            run_dir = self._file.parents[1]
+            what = f"{self._file}: {error.strerror}" if run_dir.is_dir() else f"the run folder {run_dir} is gone"
+            raise RendezvousConnectionError(what) from error
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -441,27 +443,38 @@ def _begin(folder: Path) -> None:
 
 
 def _agree(file: Path, about: Mapping[str, Any]) -> None:
-    """Leave `about` for the nodes that come later, or compare it with that of the first one. Raises `UserError`."""
-    mine = json.loads(json.dumps(about))
+    """Leave `about` for the nodes that come later, or compare it with that of the first one. Raises `UserError`; before
+    the first round all nodes do, as they would wait for this one."""
+    mine, state = json.loads(json.dumps(about)), file.with_name("state")
+    here = {"host": socket.gethostname(), "pid": os.getpid()}
     try:
-        with _Locked(file, exclusive=True) as locked:
-            text = locked.read()
-            if not text:
-                return locked.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "about": mine}))
-    except RendezvousConnectionError as error:
-        raise UserError(f"the nodes cannot meet: {error}", more=_PAGE) from error
-    said = json.loads(text)
-    first = said["about"]
-    differing = next((name for name in {**first, **mine} if first.get(name) != mine.get(name)), None)
-    if differing is None:
-        return
-    here, there = (textwrap.shorten(str(values.get(differing)), 80, placeholder=" ...") for values in (mine, first))
-    raise UserError(
-        f"{differing} is {here} on this node, {socket.gethostname()} (process {os.getpid()}), and {there} on "
-        f"{said['host']} (process {said['pid']}), which came first",
-        fix="start every node with the same run file, data and versions; to change them, end all nodes first",
-        more=_PAGE,
-    )
+        with _Locked(state, exclusive=True) as rounds, _Locked(file, exclusive=True) as locked:
+            now = json.loads(rounds.read() or "{}")
+            number = [now.get("round"), now.get("complete")]
+            if not (text := locked.read()):
+                return locked.write(json.dumps({**here, "about": mine, "round": number}))
+            said = json.loads(text)
+            if not (found := difference(mine, said["about"])):
+                return
+            error = UserError(
+                f"{found[0]} is {found[2]} on {said['host']} (process {said['pid']}), which came first, and {found[1]} "
+                f"on {here['host']} (process {here['pid']})",
+                fix=f"{FIX}; to change them, end all nodes first",
+                more=_PAGE,
+            )
+            if number == said["round"]:
+                locked.write(json.dumps({**said, "refused": error.to_json()}))
+                rounds.write(json.dumps({**now, "closed": True}))
+    except RendezvousConnectionError as failed:
+        raise UserError(f"the nodes cannot meet: {failed}", more=_PAGE) from failed
+    raise error
+
+
+def _refused(file: Path) -> UserError | None:
+    """The error of a node that came before the first round, and differed."""
+    with _Locked(file, exclusive=False) as locked:
+        error = json.loads(locked.read() or "{}").get("refused")
+    return error and UserError.from_json(error)
 
 
 def _open(file: Path) -> int:

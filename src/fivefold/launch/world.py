@@ -21,7 +21,7 @@ from typing import Any
 from fivefold.config.schema import LaunchSection
 from fivefold.core.code_cache import keep_compiled
 from fivefold.core.errors import UserError, first_line
-from fivefold.launch.meeting import LOOPBACK, OthersGone, meet
+from fivefold.launch.meeting import LOOPBACK, OthersGone, is_loopback, meet
 
 FILE, TCP = "file://", "tcp://"
 TIMEOUT = timedelta(hours=1)  # of one collective, a backstop for the watchdog (train.collective_timeout)
@@ -296,7 +296,8 @@ def _open_group(world: World, timeout: float, store: Any) -> None:
 
     from fivefold.torch_internals import set_timeout_of_world
 
-    if (world.is_local or world.size == 1) and sys.platform == "linux":
+    met_here = is_loopback(world.rendezvous.removeprefix(TCP).rpartition(":")[0])
+    if (world.is_local or world.size == 1 or met_here) and sys.platform == "linux":
         # The loopback interface is unreachable from outside and needs no name lookup.
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     device = torch.device(world.device) if world.device != "cpu" else None

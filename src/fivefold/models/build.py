@@ -1,5 +1,6 @@
 """From a model's name to its class on the meta device: no weights, no replaced modules, no code from a folder."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
@@ -203,6 +204,12 @@ def without_dropout(hf_config: PreTrainedConfig) -> PreTrainedConfig:
         else:
             setattr(inside, last, type(value)(0))  # configs check the types of fields
     return hf_config
+
+
+def config_values(config: PreTrainedConfig) -> dict[str, Any]:
+    """The keys of a config that a model depends on, as plain data."""
+    values = json.loads(config.to_json_string(use_diff=False))
+    return {key: value for key, value in values.items() if key not in ("transformers_version", "_name_or_path")}
 
 
 def weights_folder(

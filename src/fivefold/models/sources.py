@@ -3,9 +3,11 @@
 Only the requested region is drawn or read.
 """
 
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fivefold.core import safetensors_header, strict_json
+from fivefold.core.alike import WHOLE, sampled
 from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.folder_config import check_not_gguf, check_only_gguf
@@ -28,6 +31,8 @@ from fivefold.models.random_stream import Region, whole
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SAMPLE = 1024
+_FORM = "2-"  # begins a digest of `tensor_digests`, which those of earlier versions do not
+_READERS, _AT_ONCE = 16, 32  # threads, since a disk is slow to answer and not to deliver; tensors of one at a time
 _COMPARED = 2**22  # values of a tensor that are read at once
 # Buffers in old exports that every model computes itself.
 _COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")
@@ -40,11 +45,13 @@ class OtherWeights(UserError):
 class TensorSource(ABC):
     """Tensors by name, read region by region on the CPU.
 
-    `shapes`: the global shapes of the model's parameters (tied ones once) and persistent buffers. `unread`: names of
-    other tensors that lie next to them, which the model has no use for.
+    `shapes`: the global shapes of the model's parameters (tied ones once) and persistent buffers. `folder`: a Hugging
+    Face folder that they are read from, if it is one. `unread`: names of other tensors in it, which the model has no
+    use for.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
+    folder: Path | None = None
     unread: Sequence[str] = ()
 
     def names(self) -> set[str]:
@@ -118,8 +125,8 @@ class SafetensorsFolder(TensorSource):
         Raises `UserError` for a folder without safetensors, file names that lead out of it, damaged files, and names or
         shapes that are not those of the model.
         """
-        self._folder = Path(path)
-        located = _locate(self._folder)
+        self.folder = folder = Path(path)
+        located = _locate(folder)
         self._stored, self._merged = _names(model, located)
         self._files = {name: located[stored] for name, stored in self._stored.items()}
         in_files = _entries(located)
@@ -131,14 +138,14 @@ class SafetensorsFolder(TensorSource):
                 shapes[name], entries[name] = shape, entries[pieces[0].stored]
         inner = {piece.stored for pieces in self._merged.values() for piece in pieces}
         expected = stored_tensors(model)
-        self.unread = _check_names(self._folder, (set(shapes) - inner), set(expected), model)
-        _check_shapes(self._folder, shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()})
-        _check_types(self._folder, entries, expected)
+        self.unread = _check_names(folder, (set(shapes) - inner), set(expected), model)
+        _check_shapes(folder, shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()})
+        _check_types(folder, entries, expected)
         self.shapes = {name: shapes[name] for name in expected}
         self._check_buffers(model)
-        if own := own_heads(self._folder, model):
+        if own := own_heads(folder, model):
             raise UserError(
-                f"{self._folder}: {own[0]} is not the tensor that this model ties it to",
+                f"{folder}: {own[0]} is not the tensor that this model ties it to",
                 fix="set tie_word_embeddings: false in its config.json",
             )
 
@@ -147,7 +154,7 @@ class SafetensorsFolder(TensorSource):
         trained = router_buffers(model)
         for name, values in recipes.stored_buffers(model).items():
             if name not in trained and not torch.equal(found := self.whole(name), values.to(found.dtype)):
-                raise UserError(f"{self._folder} holds other values of the buffer {name} than the model computes")
+                raise UserError(f"{self.folder} holds other values of the buffer {name} than the model computes")
 
     def read(self, name: str, region: Region) -> Tensor:
         """See `TensorSource`."""
@@ -192,6 +199,7 @@ def _dequantised(folder: Path, model: PreTrainedModel, method: str, found: UserE
             fix="name the folder that it was made of; or make it plain once, where its package is installed: "
             "model = AutoModelForCausalLM.from_pretrained(...); model.dequantize(); model.save_pretrained(...)",
         )
+    source.folder = folder
     return source
 
 
@@ -269,9 +277,11 @@ def _locate(folder: Path) -> dict[str, Path]:
     )
 
 
-def weights_digest(folder: Path) -> str:
-    """A hash of the weights in a folder, independent of file names: the type and shape of each tensor and `_SAMPLE`
-    bytes from its middle, so that a large model is fast. Raises `UserError`."""
+def weights_digest(folder: Path, *, like: str = "") -> str:
+    """A hash of the weights in a folder, whatever files they are in: that of `tensor_digests`. `like`: of a digest that
+    an earlier version wrote, the hash in its form: 1 KiB from the middle of each tensor. Raises `UserError`."""
+    if not like or like.startswith(_FORM):
+        return str(tensor_digests(_locate(folder))[WHOLE])
     located, found = _locate(folder), list[tuple[str, str, list[int], str]]()
     for name, entry in _entries(located).items():
         with located[name].open("rb") as file:
@@ -279,6 +289,40 @@ def weights_digest(folder: Path) -> str:
             sample = file.read(min(_SAMPLE, entry.stop - entry.start))
         found.append((name, entry.dtype, list(entry.shape), sample.hex()))
     return key_of(sorted(found))
+
+
+def folder_digests(folder: Path) -> dict[str, Any]:
+    """`tensor_digests` of the weights in a folder."""
+    return tensor_digests(_locate(folder))
+
+
+def tensor_digests(located: Mapping[str, Path]) -> dict[str, Any]:
+    """A digest of the type, the shape and samples of the bytes (`core/alike.py`) of each tensor, by file and by name,
+    and as `WHOLE` one of all that does not depend on the files. `located`: the file of each tensor. Raises
+    `UserError`."""
+    entries, found, parts = _entries(located), dict[Path, dict[str, str]](), list[tuple[Path, list[str]]]()
+    for name, path in sorted(located.items(), key=lambda pair: (pair[1].name, pair[0])):
+        found.setdefault(path, {})[name] = ""
+    for path, of_file in found.items():
+        parts += [(path, [*of_file][at : at + _AT_ONCE]) for at in range(0, len(of_file), _AT_ONCE)]
+
+    def read(part: tuple[Path, list[str]]) -> None:
+        path, names = part
+        with path.open("rb") as opened:
+            if hasattr(os, "posix_fadvise"):  # otherwise 128 KiB are read for each sample
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            for name in names:
+                entry = entries[name]
+                kind = f"{entry.dtype} {list(entry.shape)}"
+                found[path][name] = sampled(opened.fileno(), entry.start, entry.stop, kind)
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        try:
+            list(pool.map(read, parts))
+        except OSError as error:
+            raise UserError(f"{error.filename} cannot be read: {error}", fix="download the file again") from error
+    whole = key_of(sorted(pair for of_file in found.values() for pair in of_file.items()))
+    return {**{path.name: of_file for path, of_file in found.items()}, WHOLE: f"{_FORM}{whole}"}
 
 
 def _read_index(path: Path) -> Mapping[str, str]:

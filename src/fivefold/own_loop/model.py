@@ -2,7 +2,6 @@
 
 import atexit
 import math
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +13,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fivefold.checkpoint.live import export_live
+from fivefold.core.alike import program
 from fivefold.core.errors import UserError
 from fivefold.data.batch import MicroBatch
 from fivefold.launch.world import leave, open_world
-from fivefold.models.build import use_our_attention
+from fivefold.models.build import config_values, use_our_attention
 from fivefold.models.discover import facts_of
-from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
+from fivefold.models.sources import ModelTensors, RandomInit, TensorSource, folder_digests
 from fivefold.own_loop.batches import (
     Batch,
     check_grad_enabled,
-    differing,
     leaves_inference_mode,
     micro_batches,
     refusal,
@@ -31,8 +30,9 @@ from fivefold.own_loop.batches import (
 )
 from fivefold.own_loop.optimizer import watch_optimizers
 from fivefold.parallel import apply, guard, parts
-from fivefold.parallel.adapters.peft_folder import lora_of, with_peft_folder
+from fivefold.parallel.adapters.peft_folder import adapter_digests, lora_of, with_peft_folder
 from fivefold.parallel.adapters.settings import Lora
+from fivefold.parallel.alike import check_alike
 from fivefold.parallel.balance.runtime import BalanceOptions, configure
 from fivefold.parallel.fsdp.runtime import PRECISION_OF, put_in_order
 from fivefold.parallel.fsdp.spec import FsdpPlan
@@ -232,7 +232,7 @@ def parallelize(
     if open_world() and dist.get_backend() == "gloo":
         # One loop in sixty ended with SIGABRT at exit, its group still open; that may be the cause.
         atexit.register(leave)
-    _check_same_everywhere(model, values=source is None)
+    _check_same_everywhere(model, source, adapter)
     lora = adapter if adapter is None or isinstance(adapter, Lora) else lora_of(adapter)
     if isinstance(adapter, str | Path):
         assert lora is not None
@@ -324,24 +324,30 @@ def _check_model(model: nn.Module) -> torch.dtype:
     return dtype
 
 
-def _check_same_everywhere(model: nn.Module, *, values: bool) -> None:
-    """Raise `UserError` if ranks built different models: each keeps its shard of its own, and replicas would drift
-    apart. `values`: compare the values of tensors too."""
-    if dist.get_world_size() == 1:
-        return
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    kinds = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors.items()]
-    if differing([zlib.crc32(repr(kinds).encode())]):
-        raise refusal(
-            "ranks were given different models: names, shapes, types or what is frozen",
-            fix="build the same model on every rank",
-        )
-    names = [name for name, t in tensors.items() if values and not t.is_meta]
-    if different := differing([_bits_sum(tensors[name]) for name in names]):
-        raise refusal(
-            f"ranks were given different weights: {names[different[0]]} (and {len(different) - 1} others)",
-            fix="the same on every rank: torch.manual_seed(1) before the model is made, or from_pretrained",
-        )
+def _check_same_everywhere(model: Any, source: TensorSource | None, adapter: Lora | str | Path | None) -> None:
+    """Raise `UserError` if ranks built different models, or read other weights: each keeps its shard of its own, and
+    replicas would drift apart."""
+
+    def read() -> dict[str, Any]:
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        values = {name: t for name, t in tensors.items() if source is None and not t.is_meta}
+        return {
+            **program(),
+            "the model's config": config_values(model.config),
+            "the shape, the type and the training of": {
+                name: f"{list(t.shape)} {t.dtype}, {'trained' if t.requires_grad else 'frozen'}"
+                for name, t in tensors.items()
+            },
+            "the weights of": {name: _bits_sum(t) for name, t in values.items()},
+            "the weights of the source": folder_digests(source.folder) if source and source.folder else None,
+            "the adapter": adapter_digests(adapter) if isinstance(adapter, str | Path) else repr(adapter),
+        }
+
+    check_alike(
+        read,
+        fix="build the same model on every rank: torch.manual_seed(1) before it is made, or the same files",
+        more=READ_MORE,
+    )
 
 
 def _bits_sum(tensor: Tensor) -> int:

@@ -16,11 +16,13 @@ from fivefold.checkpoint.live import export_live, gathered
 from fivefold.checkpoint.load import restore
 from fivefold.checkpoint.manifest import NAME as MANIFEST
 from fivefold.checkpoint.save import standing
+from fivefold.core.alike import digests
 from fivefold.core.errors import UserError
-from fivefold.own_loop.batches import leaves_inference_mode, on_every_rank, refusal
+from fivefold.own_loop.batches import READ_MORE, leaves_inference_mode, on_every_rank, refusal
 from fivefold.own_loop.model import ParallelModel, check_parallel
 from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import parts, plain
+from fivefold.parallel.alike import check_alike
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers.trial import IMPLEMENTATION
@@ -111,6 +113,7 @@ def load(model: ParallelModel, optimizer: torch.optim.Optimizer | None, path: st
         return opened
 
     opened = on_every_rank(check)
+    check_alike(lambda: digests(opened.path, [opened.path / MANIFEST]), more=READ_MORE)
     saved = opened.state.get("optimizer") or {}
     restore(model, optimizer, opened, types=saved.get("types"))  # `types`: of earlier versions
     if optimizer is not None:

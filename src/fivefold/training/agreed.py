@@ -1,33 +1,71 @@
 """The fields on which all ranks, and all nodes, of a run must agree."""
 
-import platform
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 
+from fivefold import checkpoint
 from fivefold.config import RunConfig
+from fivefold.core.alike import UNREAD, WHOLE, digests, program
 from fivefold.core.named_code import NamedCode
 from fivefold.data.prepare import PreparedData
+from fivefold.data.tokenizer import tokenizer_files
+from fivefold.models.build import config_values, load_model_config, weights_folder
+from fivefold.models.sources import folder_digests
+from fivefold.parallel.adapters.peft_folder import adapter_digests
 
-_PACKAGES = ("fivefold", "torch", "transformers", "safetensors", "tokenizers")
 
-
-def fields(config: RunConfig, data: PreparedData) -> Mapping[str, Any]:
-    """The fields by name: the keys of the run file, the rows, the tokenizer, the versions. Plain data."""
+def keys(config: RunConfig) -> dict[str, Any]:
+    """The keys of the run file, and the code that it names. Raises `UserError`."""
+    tree = config.model_dump(mode="json", by_alias=True)
     return {
-        **{
-            f"{section}.{key}": value
-            for section, values in config.model_dump(mode="json", by_alias=True).items()
-            for key, value in values.items()
-        },
+        **{f"{section}.{key}": value for section, values in tree.items() for key, value in values.items()},
         **{f"the hash of {key}": NamedCode.read(text, key).digest for key, text in config.code.items()},
-        "the fingerprint of the rows": data.fingerprint,
-        "the hash of the tokenizer": data.tokenizer.digest,
-        "the version of python": platform.python_version(),
-        **{f"the version of {package}": version(package) for package in _PACKAGES},
     }
 
 
-def difference(mine: Mapping[str, Any], first: Mapping[str, Any]) -> str | None:
-    """The first field that differs; None if all agree."""
-    return next((name for name in {**first, **mine} if first.get(name) != mine.get(name)), None)
+def fields(config: RunConfig, data: PreparedData, of_disk: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The fields by name: `keys`, those of `files` as `of_disk`, the rows. Of two that differ, the first is the cause.
+    Plain data."""
+    return {
+        **keys(config),
+        **(of_disk or {}),
+        "the hash of the tokenizer": data.tokenizer.digest,
+        "the fingerprint of the rows": {**data.files, WHOLE: data.fingerprint},
+    }
+
+
+def files(config: RunConfig, data: PreparedData, *, reads_weights: bool) -> Mapping[str, Any]:
+    """The fields that only machines with disks of their own can differ in: the versions and files of packages, the
+    files of the tokenizer, of the model and of the others that the objective names. `reads_weights`: of a run that
+    begins; one that goes on needs no first weights. Raises `UserError`."""
+    model, given = config.model, config.objective
+    base = f"model.name_or_path {model.name_or_path}"
+    folder = data.tokenizer.folder
+    found: dict[str, Any] = {
+        **program(),
+        "the tokenizer": digests(folder, tokenizer_files(folder)),
+        f"{base}: config.json": config_values(load_model_config(model.name_or_path, model.overrides)),
+    }
+    if model.init == "pretrained":
+        weights = weights_folder(model.name_or_path)
+        found[base] = digests(weights, weights.glob("generation_config.json"))
+        is_read = reads_weights or config.adapter.lora or given.compares
+        found[f"{base}: weights"] = folder_digests(weights) if is_read else UNREAD
+    if config.adapter.path:
+        found[f"adapter.path {config.adapter.path}"] = adapter_digests(config.adapter.path) if reads_weights else UNREAD
+    if given.compares and given.reference not in ("auto", "base"):
+        found[f"objective.reference {given.reference}"] = folder_digests(weights_folder(given.reference))
+    if given.name == "distill":
+        teacher = weights_folder(given.teacher)
+        found[f"objective.teacher {given.teacher}: config.json"] = config_values(load_model_config(teacher))
+        found[f"objective.teacher {given.teacher}"] = digests(teacher, tokenizer_files(teacher)) | folder_digests(
+            teacher
+        )
+    return found
+
+
+def begins(config: RunConfig) -> bool:
+    """True if a run has no checkpoint to go on from."""
+    remote = config.checkpoint.remote
+    place = checkpoint.Remote(f"{remote.rstrip('/')}/{config.run.name}") if remote else None
+    return not checkpoint.candidates(config.run_dir / "checkpoints", place)

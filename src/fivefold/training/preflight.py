@@ -1,7 +1,7 @@
 """Checks before the first step: every rank was given the same run, and memory and disk have room for it by its plan."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fivefold import checkpoint
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.step_folders import step_folder, steps
-from fivefold.core.text import listed
 from fivefold.core.units import GIB, human_bytes
 from fivefold.data.prepare import PreparedData
 from fivefold.launch.cluster import cluster_here
@@ -20,6 +20,7 @@ from fivefold.launch.memory import Needs, room
 from fivefold.launch.world import World
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel import plain
+from fivefold.parallel.alike import check_alike
 from fivefold.parallel.fsdp.runtime import master_dtype
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
@@ -31,21 +32,16 @@ from fivefold.parallel.state import state_of
 from fivefold.training import advice, agreed
 from fivefold.training.optimizers import rule_for
 
+Files = Callable[..., Mapping[str, Any]]
 
-def check_ranks_agree(config: RunConfig, data: PreparedData) -> None:
-    """Raise `UserError`, the same on every rank, naming the first field that differs from rank 0's, and where."""
-    mine = agreed.fields(config, data)
-    first = plain.of_first(mine)
-    differing = agreed.difference(mine, first)
-    found = plain.everywhere(differing and (differing, mine.get(differing)))
-    apart = {rank: difference for rank, difference in enumerate(found) if difference}
-    if not apart:
-        return
-    name, value = next(iter(apart.values()))
-    ranks = listed([rank for rank, difference in apart.items() if difference[0] == name], 8)
-    raise UserError(
-        f"{name} is {first.get(name)} on rank 0, and {value} on rank {ranks}",
-        fix="start every rank with the same run file, data and environment",
+
+def check_ranks_agree(config: RunConfig, data: PreparedData, world: World, files: Files = agreed.files) -> None:
+    """Raise `UserError`, the same on every rank, naming the first field that differs from rank 0's, and where. `files`:
+    fields that are compared if ranks have disks of their own; launchers of nodes have done so (`training/nodes.py`)."""
+    reads_weights = checkpoint.on_first_rank(lambda: agreed.begins(config))
+    are_apart = not (world.is_local or world.round)
+    check_alike(
+        lambda: agreed.fields(config, data, files(config, data, reads_weights=reads_weights) if are_apart else None)
     )
 
 

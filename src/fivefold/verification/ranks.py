@@ -19,17 +19,21 @@ import torch
 import torch.distributed as dist
 
 from fivefold.config import parse_config
+from fivefold.core.alike import program
 from fivefold.core.errors import UserError
 from fivefold.core.terminal import say
 from fivefold.core.units import GIB
 from fivefold.launch.memory import room
 from fivefold.launch.world import World, join, leave, threads_per_worker
 from fivefold.models import hf_internals, kernels
-from fivefold.models.build import load_model_config
+from fivefold.models.build import config_values, load_model_config
+from fivefold.models.sources import folder_digests
 from fivefold.parallel import plain
 from fivefold.parallel.adapters.settings import NF4_BLOCK
+from fivefold.parallel.alike import check_alike
 from fivefold.parallel.fsdp.runtime import master_dtype
 from fivefold.parallel.layout import Layout
+from fivefold.training import agreed
 from fivefold.training.model import balance_options
 from fivefold.training.optimizers import rule_for
 from fivefold.verification.prepare import prepare
@@ -65,6 +69,7 @@ def inside(
     request: VerifyRequest, world: World, folder: Path, publish: Callable[[VerifyReport], object]
 ) -> VerifyReport:
     """Prove the layouts of this world's size; others do not run. `folder`, for scratch files, is seen by all ranks."""
+    check_alike(lambda: {**agreed.keys(parse_config(request.config)), "the layouts": request.layouts, **program()})
     if world.is_first:
         folder.mkdir(parents=True, exist_ok=True)
     scratch = plain.of_first(tempfile.mkdtemp(prefix=".verify-", dir=folder) if world.is_first else "")
@@ -104,8 +109,16 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
 
 
 def in_world(asked: VerifyRequest, world: World) -> None:
-    """Prove the layouts of a joined world's size in its own process group. A failing rank ends the world."""
-    prove(asked, world, lambda number, layout, name, work: work(world))
+    """Prove the layouts of a joined world's size in its own process group. A failing rank ends the world, and so do
+    ranks that read other things."""
+
+    def run(number: int, layout: Layout, name: str, work: Work) -> None:
+        folder = ProofCase.load(asked.folder / SUBJECT).folder
+        values = config_values(load_model_config(folder))
+        check_alike(lambda: {f"{folder}: config.json": values, f"{folder}": folder_digests(folder)})
+        work(world)
+
+    prove(asked, world, run)
 
 
 def prove(asked: VerifyRequest, world: World, run: Runner) -> None:

@@ -20,7 +20,7 @@ from fivefold.core.text import listed
 from fivefold.models.build import ADAPTER
 from fivefold.models.facts import ModelFacts
 from fivefold.models.random_stream import Region
-from fivefold.models.sources import TensorSource, check_numbers
+from fivefold.models.sources import TensorSource, check_numbers, tensor_digests
 from fivefold.parallel.adapters.facts import A, B, Target, targets_of
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.adapters.sources import Layered, experts, linears
@@ -115,6 +115,17 @@ def lora_of(path: str | Path) -> Lora:
 def with_peft_folder(folder: str | Path, lora: Lora, facts: ModelFacts, base: TensorSource) -> TensorSource:
     """The weights of a model and the adapter in a folder beside them. Raises `UserError`."""
     return Layered(PeftFolder(folder, lora, targets_of(facts, lora)), base)
+
+
+def adapter_digests(path: str | Path) -> dict[str, Any]:
+    """The config of the adapter in a folder, and digests of its tensors. Raises `UserError`."""
+    file = Path(path) / WEIGHTS
+    try:
+        with file.open("rb") as opened:
+            names = safetensors_header.read(opened)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{file} cannot be read: {error}", fix="name the folder of a PEFT adapter") from error
+    return {CONFIG: _read_config(Path(path)), "weights": tensor_digests(dict.fromkeys(names, file))}
 
 
 class PeftFolder(TensorSource):

@@ -34,17 +34,20 @@ class Finding:
         return f"{self.where} {self.detail}"
 
 
-def fail_on(findings: Sequence[Finding], *, step: int, passed: int | None) -> None:
+def fail_on(findings: Sequence[Finding], *, step: int, passed: int | None, came_in: bool = False) -> None:
     """Raise `RunFailed` for findings at `step`, if any; `Suspected` if each of them tells which ranks are wrong.
-    `passed`: the last step of this start that passed, if any."""
+    `passed`: the last step of this start that passed, if any. `came_in`: no step of this start was taken yet."""
     if not findings:
         return
     first, *others = findings
     more = [*map(str, others[:SHOWN]), *([f"{len(others) - SHOWN} more"] if others[SHOWN:] else [])]
     suspect = "since this start" if passed is None else f"after step {passed}"
+    trained = f"what was trained {suspect} is wrong: remove its checkpoints, and prove the layout with fivefold verify"
     error = RunFailed(
-        f"standing check at step {step}: {first}",
-        fix=f"what was trained {suspect} is wrong: remove its checkpoints, and prove the layout with fivefold verify",
+        f"standing check {'before the first step' if came_in else f'at step {step}'}: {first}",
+        fix="nothing was trained yet, and copies came in so: compare the files that the nodes read"
+        if came_in
+        else trained,
         more=(f"also: {'; '.join(more)}; " if more else "") + "see docs/explain/checkpoints.md, Standing checks",
     )
     if all(finding.suspects for finding in findings):

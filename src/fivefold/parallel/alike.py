@@ -1,0 +1,51 @@
+"""Compare on all ranks what each of them reads for itself, before anything is computed from it."""
+
+import json
+import socket
+from collections.abc import Callable, Mapping
+from itertools import groupby
+from typing import Any
+
+import torch.distributed as dist
+
+from fivefold.core.alike import FIX, difference
+from fivefold.core.cache import key_of
+from fivefold.core.errors import UserError
+from fivefold.core.text import listed
+from fivefold.parallel import plain
+
+
+def check_alike(read: Callable[[], Mapping[str, Any]], *, fix: str = FIX, more: str | None = None) -> None:
+    """Raise `UserError`, the same on every rank, for the first field of `read()` that differs from rank 0's; or the
+    error of the first rank that cannot read. Every rank calls this. A field is named with its values, ranks and hosts.
+    """
+    mine: dict[str, Any] = {}
+    failed: UserError | None = None
+    if dist.get_world_size() == 1:
+        return
+    try:
+        mine = json.loads(json.dumps(read()))
+    except UserError as error:
+        failed = error
+    told = plain.everywhere([socket.gethostname(), failed and failed.to_json(), key_of(mine)])
+    hosts = [host for host, *_ in told]
+    for rank, (_, cannot, _) in enumerate(told):
+        if cannot:
+            raised = UserError.from_json(cannot)
+            raise type(raised)(f"{_place([rank], hosts)}: {raised.what}", fix=raised.fix, more=raised.more)
+    if len({digest for *_, digest in told}) == 1:
+        return
+    first = plain.of_first(mine)
+    found = {rank: each for rank, each in enumerate(plain.everywhere(difference(mine, first))) if each}
+    if found:
+        name, own, other = next(iter(found.values()))
+        ranks = [rank for rank, each in found.items() if each[0] == name]
+        what = f"{name} is {other} on {_place([0], hosts)}, and {own} on {_place(ranks, hosts)}"
+        raise UserError(what, fix=fix, more=more)
+
+
+def _place(ranks: list[int], hosts: list[str]) -> str:
+    """The ranks with the names of their hosts."""
+    return ", ".join(
+        f"rank {listed(list(of_host), 8)} ({host})" for host, of_host in groupby(ranks, key=lambda rank: hosts[rank])
+    )

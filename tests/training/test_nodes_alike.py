@@ -1,0 +1,243 @@
+"""Two ranks whose machines hold other files under the same names: each is refused before the first step, and named."""
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+import fivefold as ff
+from fivefold.core import alike
+from fivefold.core.errors import UserError
+from fivefold.data.tokenizer import _byte_tokenizer, _save
+from fivefold.evaluation import EvaluateRequest
+from fivefold.evaluation.run import evaluate
+from fivefold.generation import GenerateRequest
+from fivefold.generation.run import generate
+from fivefold.launch.world import World
+from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.sources import open_weights
+from fivefold.parallel.adapters.peft_folder import CONFIG, WEIGHTS
+from fivefold.verification.ranks import inside
+from fivefold.verification.request import VerifyRequest
+from tests.pool import run_ranks
+from tests.training.bodies import MODEL, Ran, on_rank, run_dir, run_file, write_corpus
+
+pytestmark = pytest.mark.full
+HOST = socket.gethostname()
+ON = f" on rank 0 ({HOST}), and "
+LOSS = """import torch.nn.functional as F
+
+
+def loss(logits, labels, row):
+    return F.cross_entropy(logits, labels, reduction="none")
+"""
+PAIR = {"prompt": "a b", "chosen": " c d e", "rejected": " f g h"}
+
+
+def model(folder: Path, seed: int = 1) -> None:
+    """A model of two files with its tokenizer and a chat template."""
+    torch.manual_seed(seed)
+    plain = {key: value for key, value in MODEL.items() if key not in ("model_type", "architectures")}
+    made = LlamaForCausalLM(LlamaConfig(**plain))
+    made.generation_config = GenerationConfig(eos_token_id=256)
+    made.save_pretrained(folder, max_shard_size="20KB")
+    _save(_byte_tokenizer(), folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a machine holds."""
+    folder = tmp_path_factory.mktemp("node")
+    for number, name in enumerate(("model", "reference", "teacher")):
+        model(folder / name, number)
+    write_corpus(folder / "corpus.txt", 4001)
+    (folder / "pairs.jsonl").write_text(f"{json.dumps(PAIR)}\n" * 9)
+    (folder / "my_loss.py").write_text(LOSS)
+    (folder / "adapter").mkdir()
+    about = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (folder / "adapter" / CONFIG).write_text(json.dumps(about))
+    save_file({"a": torch.ones(3)}, folder / "adapter" / WEIGHTS)
+    return folder
+
+
+def tree_of(folder: Path, **more: Any) -> dict[str, Any]:
+    """A run file whose paths are relative: each node's own."""
+    tree = run_file(folder, **{"train__max_steps": 2, "data__train": "corpus.txt", **more})
+    tree["model"] = {"name_or_path": "model", "init": "pretrained"}
+    tree["tokenizer"] = {"name_or_path": "auto"}
+    return tree
+
+
+def on_node(nodes: list[str], tree: dict[str, Any], own_code: dict[str, str] | None = None) -> Ran:
+    """Train on this rank, in the folder of its node."""
+    rank = dist.get_rank()
+    with chdir(nodes[rank]), patch.object(alike, "_own_code", lambda: own_code if own_code and rank else {}):
+        return on_rank(tree)
+
+
+def refused(nodes: list[Path], tree: dict[str, Any], *more: Any) -> str:
+    """The one error of all ranks: before the first step."""
+    errors = [ran.error for ran in run_ranks(len(nodes), on_node, [*map(str, nodes)], tree, *more)]
+    (said,) = {str(error) for error in errors}
+    assert all(type(error) is UserError and error.exit_code == 2 for error in errors)
+    assert not (run_dir(tree) / "metrics.jsonl").exists()
+    return said
+
+
+def one_byte(file: Path, at: int = -1) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def edited(file: Path, **more: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+
+
+LORA = {"adapter__name": "lora", "adapter__rank": 2, "adapter__alpha": 4, "adapter__targets": ["q_proj"]}
+DPO = {"objective__name": "dpo", "data__train": "pairs.jsonl"}
+OWN = {"objective__name": "python", "objective__path": "my_loss.py:loss"}
+# What is done to the second node, the keys of the run, and what is said of which file.
+CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
+    "a byte of a tensor": (
+        lambda node: one_byte(next(iter(sorted(node.glob("model/*.safetensors")))), -2), {},
+        "model.name_or_path model: weights: model-00001-of-0000",
+    ),
+    "other weights": (
+        lambda node: model(node / "model", 7), {}, "model.name_or_path model: weights: model-00001-of-0000",
+    ),
+    "the config": (
+        lambda node: edited(node / "model" / "config.json", rms_norm_eps=0.25), {},
+        f"model.name_or_path model: config.json: rms_norm_eps is 1e-06{ON}0.25 on rank 1 ({HOST})",
+    ),
+    "the generation config": (
+        lambda node: edited(node / "model" / "generation_config.json", eos_token_id=7), {},
+        "model.name_or_path model: generation_config.json is ",
+    ),
+    "the tokenizer": (
+        lambda node: edited(node / "model" / "tokenizer.json", pre_tokenizer=None), {},
+        "the tokenizer: tokenizer.json is ",
+    ),
+    "the template": (
+        lambda node: (node / "model" / "chat_template.jinja").write_text("{{ messages }}"), {},
+        "the tokenizer: chat_template.jinja is ",
+    ),
+    "a template that is not there": (
+        lambda node: (node / "model" / "chat_template.jinja").unlink(), {}, f"not there on rank 1 ({HOST})",
+    ),
+    "the text": (
+        lambda node: write_corpus(node / "corpus.txt", 4001, seed=4), {},
+        "the fingerprint of the rows: data.train: corpus.txt is ",
+    ),
+    "the code": (lambda node: (node / "my_loss.py").write_text(f"{LOSS}\n"), OWN, "the hash of objective.path is "),
+    "the adapter": (
+        lambda node: save_file({"a": torch.zeros(3)}, node / "adapter" / WEIGHTS), LORA | {"adapter__path": "adapter"},
+        f"adapter.path adapter: weights: {WEIGHTS}: a is ",
+    ),
+    "the settings of the adapter": (
+        lambda node: edited(node / "adapter" / CONFIG, lora_alpha=8), LORA | {"adapter__path": "adapter"},
+        f"adapter.path adapter: {CONFIG}: lora_alpha is 4{ON}8",
+    ),
+    "the reference": (
+        lambda node: model(node / "reference", 7), DPO | {"objective__reference": "reference"},
+        "objective.reference reference: model-00001-of-0000",
+    ),
+    "the teacher": (
+        lambda node: model(node / "teacher", 7), {"objective__name": "distill", "objective__teacher": "teacher"},
+        "objective.teacher teacher: model-00001-of-0000",
+    ),
+    "a file that one node lacks": (
+        lambda node: next(iter(node.glob("model/model-00001*"))).unlink(), {},
+        f"rank 1 ({HOST}): model lacks model-00001-of-0000",
+    ),
+}  # fmt: skip
+
+
+def test_each_thing_that_differs_is_named(node: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for number, (what, (change, keys, said)) in enumerate(CASES.items()):
+        with subtests.test(msg=what):
+            shutil.copytree(node, other := tmp_path / f"other-{number}")
+            change(other)
+            found = refused([node, other], tree_of(tmp_path, run__name=f"{number}", **keys))
+            assert said in found, found
+            assert "give every node the same" in found or "rank 1 (" in found
+
+
+def test_another_commit_of_fivefold_is_named(node: Path, tmp_path: Path) -> None:
+    found = refused([node, node], tree_of(tmp_path), {"training/step.py": "1f"})
+    assert f"fivefold's own code: training/step.py is not there{ON}1f on rank 1 ({HOST})" in found
+
+
+def test_of_three_nodes_those_that_differ_are_named(node: Path, tmp_path: Path) -> None:
+    shutil.copytree(node, other := tmp_path / "other")
+    model(other / "model", 7)
+    tree = tree_of(tmp_path) | {"layout": {"dp_shard": 4}}
+    assert f" on rank 0 ({HOST}), and " in (found := refused([node, other, node, other], tree))
+    assert f" on rank 1, 3 ({HOST})" in found
+
+
+def test_copies_in_other_files_are_alike_and_a_run_that_goes_on_needs_no_first_weights(
+    node: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(node, other := tmp_path / "other")
+    LlamaForCausalLM.from_pretrained(node / "model").save_pretrained(other / "whole")  # in one file
+    for file in (*other.glob("model/*.safetensors"), other / "model" / "model.safetensors.index.json"):
+        file.unlink()
+    shutil.move(other / "whole" / "model.safetensors", other / "model")
+    tree = tree_of(tmp_path)
+    assert [ran.error for ran in run_ranks(2, on_node, [str(node), str(other)], tree)] == [None, None]
+    weights = load_file(other / "model" / "model.safetensors")
+    save_file({name: 2 * each for name, each in weights.items()}, other / "model" / "model.safetensors")
+    longer = tree_of(tmp_path, train__max_steps=3)
+    ran = run_ranks(2, on_node, [str(node), str(other)], longer)
+    assert [each.error for each in ran] == [None, None] and "step 3/3" in ran[0].screen
+
+
+# ---- other commands --------------------------------------------------------------------------------------------------
+
+
+def tried(nodes: list[str], verb: str, scratch: str) -> str:
+    """The refusal of a command, or of a loop of one's own, in the folder of this rank's node."""
+    world = World(rank=dist.get_rank(), size=dist.get_world_size())
+    with chdir(nodes[dist.get_rank()]), pytest.raises(UserError) as caught:
+        if verb == "generate":
+            generate(GenerateRequest(model="model", prompt="a", layout="tp2"), world)
+        elif verb == "evaluate":
+            evaluate(EvaluateRequest(model="model", text="corpus.txt", layout="tp2"), world)
+        elif verb == "verify":
+            config = "model: {name_or_path: model, init: pretrained}\n"
+            asked = VerifyRequest(config=config, layouts={"tp2": "tp2+fp64"}, steps=1, quiet=True)
+            inside(asked, world, Path(scratch), lambda report: None)
+        elif verb == "parallelize":
+            made = build_meta(load_model_config("model"))
+            ff.parallelize(made, "tp2", source=open_weights("model", made))
+        else:
+            ff.parallelize(LlamaForCausalLM.from_pretrained("model"), "tp2")
+    return caught.value.what
+
+
+@pytest.mark.parametrize("verb", ["generate", "evaluate", "verify", "parallelize", "from_pretrained"])
+def test_commands_and_own_loops_refuse_other_weights(verb: str, node: Path, tmp_path: Path) -> None:
+    shutil.copytree(node, other := tmp_path / "other")
+    one_byte(next(iter(sorted(other.glob("model/*.safetensors")))), -2)
+    (said,) = set(run_ranks(2, tried, [str(node), str(other)], verb, str(tmp_path)))
+    assert f"{ON}" in said and f"on rank 1 ({HOST})" in said, said
+    assert verb == "from_pretrained" or "model-00001-of-0000" in said
+
+
+def test_evaluate_refuses_another_text(node: Path, tmp_path: Path) -> None:
+    shutil.copytree(node, other := tmp_path / "other")
+    write_corpus(other / "corpus.txt", 4001, seed=4)
+    (said,) = set(run_ranks(2, tried, [str(node), str(other)], "evaluate", str(tmp_path)))
+    assert said.startswith("corpus.txt is ")
