@@ -480,6 +480,10 @@ def test_many_spans_and_many_tokens() -> None:
     for _ in range(50):
         edges = np.sort(rng.integers(0, 60, 8)).reshape(-1, 2)
         some = [(int(first), int(last)) for first, last in rng.permutation(edges)]
-        ends = rng.integers(0, 64, 40).tolist()
-        trained = Text("", tuple(some)).is_trained(ends).tolist()
-        assert trained == [any(first < end <= last for first, last in some) for end in ends]
+        tokens = np.sort(rng.integers(0, 64, (40, 2)))
+        trained = Text("", tuple(some)).is_trained(tokens).tolist()
+        begins = [min(begin, end - 1) for begin, end in tokens.tolist()]
+        assert trained == [
+            any(max(first, begin) < min(last, end) for first, last in some)
+            for begin, end in zip(begins, tokens[:, 1].tolist(), strict=True)
+        ]
