@@ -201,7 +201,7 @@ PROMPT = "theirs: the end of the generation prompt, which the model is given"
 SWALLOWED = "theirs: a token of another turn, whose flags take in a space of the answer"
 BYTES = "ours: the last bytes of an answer's last character, of which `char_to_token` finds the first token"
 RESULT = "ours: what the template leaves to the model around a result: the marker that ends a call, the next header"
-_OPEN = len("<think>\n")  # with which a prompt may begin an answer
+_OPEN = len("<think>\n\n</think>\n\n")  # with which a prompt may begin an answer
 RESULTS = ("gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5", "diffusion_gemma")  # templates of that kind
 OTHER_TEXT = {  # what the text of a training twin has that the template's own has not
     "deepseek_r1_distill": "thoughts of every turn",
@@ -288,11 +288,15 @@ def kinds(case: Case, written: Written, text: Text, flags: Mapping[str, bool]) -
             is_behind, is_before = trained[tokens[0] - 1], tokens[-1] + 1 < len(ids) and trained[tokens[-1] + 1]
             if is_ours and all(places[at] == places[at - 1] for at in tokens):
                 kind = BYTES
-            elif is_ours and case.name in RESULTS and re.fullmatch(r"<\|tool_response>|<\|turn>model\n", said):
+            elif is_ours and case.name in RESULTS and re.fullmatch(r"<\|tool_response>|<\|turn>model\n?", said):
                 kind = RESULT
             elif not is_ours and is_behind and not said.strip():
                 kind = SPACE
-            elif not is_ours and is_before and any(said.strip() in prompt[-len(said) - _OPEN :] for prompt in written.prompts):
+            elif (
+                not is_ours
+                and is_before
+                and any(said.strip() in prompt[-len(said) - _OPEN :] for prompt in written.prompts)
+            ):
                 kind = PROMPT
             elif not is_ours and len(tokens) == 1 and [*places[tokens[0]]] != own[tokens[0]]:
                 kind = SWALLOWED
