@@ -1,5 +1,6 @@
 """Chat templates in the constructs of families that TRL has no training template for, with what the model writes in
-`{% generation %}`: the reference. Without the tags they are the families' own, cut down to what decides ends of answers.
+`{% generation %}`: the reference. Without the tags they are the families' own, cut down to what decides the ends of
+answers.
 """
 
 import re
@@ -33,8 +34,8 @@ def _marked(start: str, mark: str, *, role: str = "", calls: str = "", space: st
         f"{start}{{% for m in messages %}}{{% if m.role == 'assistant' %}}{own}{{% generation %}}"
         f"{space}{{{{ m.content }}}}{calls}{{% endgeneration %}}{{% else %}}"
         "{% if not loop.first and messages[loop.index0 - 1].role == 'assistant' %}"
-        f"{{% generation %}}{other}{{% endgeneration %}}{{% else %}}{other}{{% endif %}}{role.replace('ROLE', name)}{space}"
-        f"{{{{ m.content }}}}{{% endif %}}{{% endfor %}}{{% if add_generation_prompt %}}{own}{{% endif %}}"
+        f"{{% generation %}}{other}{{% endgeneration %}}{{% else %}}{other}{{% endif %}}{role.replace('ROLE', name)}"
+        f"{space}{{{{ m.content }}}}{{% endif %}}{{% endfor %}}{{% if add_generation_prompt %}}{own}{{% endif %}}"
     )
 
 
@@ -55,8 +56,8 @@ FAMILIES: dict[str, tuple[str, str]] = {  # the template, and its EOS
     "mistral 0.3": (
         _turns(
             "[INST] @[/INST]", "",
-            "{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}]{% endif %}"
-            "</s>",
+            "{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}]"
+            "{% endif %}</s>",
             start="<s>", tool='[TOOL_RESULTS] {"content": "@"}[/TOOL_RESULTS]',
         ).replace("{% generation %}", "{% generation %} "),
         "</s>",
@@ -80,7 +81,8 @@ FAMILIES: dict[str, tuple[str, str]] = {  # the template, and its EOS
     ),
     "falcon 3": (
         _turns(
-            "<|{{ m.role }}|>\n@\n", "<|assistant|>\n", "{% if not loop.last %}\n<|endoftext|>\n{% else %}<|endoftext|>{% endif %}"
+            "<|{{ m.role }}|>\n@\n", "<|assistant|>\n",
+            "{% if not loop.last %}\n<|endoftext|>\n{% else %}<|endoftext|>{% endif %}",
         ),
         "<|endoftext|>",
     ),
@@ -124,22 +126,24 @@ FAMILIES: dict[str, tuple[str, str]] = {  # the template, and its EOS
         "<|END_OF_TURN_TOKEN|>",
     ),
     "deepseek 2": (
-        _turns("User: @\n\n", "Assistant:", "<｜end▁of▁sentence｜>", start="<｜begin▁of▁sentence｜>", system="@\n\n").replace(
-            "{% generation %}", "{% generation %} "
-        ),
+        _turns(
+            "User: @\n\n", "Assistant:", "<｜end▁of▁sentence｜>", start="<｜begin▁of▁sentence｜>", system="@\n\n",
+        ).replace("{% generation %}", "{% generation %} "),
         "<｜end▁of▁sentence｜>",
     ),
     "deepseek r1": (
         _turns(
             "<｜User｜>@", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", start="<｜begin▁of▁sentence｜>", system="@",
-        ).replace("{% if add_generation_prompt %}<｜Assistant｜>", "{% if add_generation_prompt %}<｜Assistant｜><think>\n"),
+        ).replace("prompt %}<｜Assistant｜>", "prompt %}<｜Assistant｜><think>\n"),
         "<｜end▁of▁sentence｜>",
     ),
     "jamba": (
-        "<|startoftext|>{% for m in messages %}{% if not loop.first and messages[loop.index0 - 1].role == 'assistant' %}"
+        "<|startoftext|>{% for m in messages %}"
+        "{% if not loop.first and messages[loop.index0 - 1].role == 'assistant' %}"
         "{% generation %}<|eom|>{% endgeneration %}{% elif not loop.first %}<|eom|>{% endif %}<|bom|><|{{ m.role }}|> "
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% if loop.last %}<|eom|>{% endif %}{% endgeneration %}"
-        "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|eom|><|bom|><|assistant|> {% endif %}",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% if loop.last %}<|eom|>{% endif %}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|eom|><|bom|><|assistant|> {% endif %}",
         "<|endoftext|>",
     ),
     "kimi 2": (

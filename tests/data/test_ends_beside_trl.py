@@ -70,8 +70,8 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         says("assistant", "Two.", reasoning_content="so", thinking="so"),
     ],
     "edges": [
-        says("user", ""), says("assistant", "\n \nVoilà — ünï 漢字🙂"), says("user", " \n"), says("assistant", "  a b. \n"),
-        says("user", "?"), says("assistant", "é"),
+        says("user", ""), says("assistant", "\n \nVoilà — ünï 漢字🙂"), says("user", " \n"),
+        says("assistant", "  a b. \n"), says("user", "?"), says("assistant", "é"),
     ],
     "the user last": [*ROUND, says("user", "And?")],
 }  # fmt: skip
@@ -206,7 +206,7 @@ RESULTS = ("gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5", "diffusion_gemma")  
 OTHER_TEXT = {  # what the text of a training twin has that the template's own has not
     "deepseek_r1_distill": "thoughts of every turn",
     **dict.fromkeys(("qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"), "thoughts of every turn, empty ones too"),
-    "glm4moe": "the marker of a next turn behind the last answer; ours ends it by EOS, which GLM's eos_token_id has too",
+    "glm4moe": "the marker of a next turn behind the last answer; ours has EOS there, which GLM's eos_token_id has too",
 }
 REFUSED = {  # why ours has no mask
     "does not take the conversation": "the template refuses it itself",

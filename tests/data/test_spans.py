@@ -187,7 +187,8 @@ GLM = (  # as GLM-4.5
     "[gMASK]<sop>{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}"
     "{% elif m.role == 'assistant' %}<|assistant|>\n<think></think>{{ '\n' + m.content if m.content }}"
     "{% for c in m.tool_calls or [] %}{{ '\n<tool_call>' + c.function.name }}</tool_call>{% endfor %}"
-    "{% elif m.role == 'tool' %}{{ '<|observation|>' if messages[loop.index0 - 1].role != 'tool' }}{{ '\n' + m.content }}"
+    "{% elif m.role == 'tool' %}{{ '<|observation|>' if messages[loop.index0 - 1].role != 'tool' }}"
+    "{{ '\n' + m.content }}"
     "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -206,6 +207,7 @@ def test_an_answer_that_its_template_does_not_end_ends_with_the_marker_of_the_ne
     told = [*TWO[:2], {"role": "system", "content": "s"}]
     assert read(GLM, told, MARKS).endswith("\na1<|system|>]]\ns")
     assert read(GLM, TWO).count("<|user|>]]") == 0  # a marker that is no token
+    assert read(GLM, [*TWO[:2], user("")], MARKS).endswith("\na1]]<|user|>\n")  # the text would end with the answer
     in_a_row = [*TWO[:2], said("a2"), user("q2")]
     assert read(GLM, in_a_row, MARKS).endswith("\na1]]<|assistant|>[[\n<think></think>\na2<|user|>]]\nq2")
     text, answers = ChatTemplate(GLM, SPECIAL, "", MARKS).answers([*TWO[:2] * 9, *TWO])  # among many

@@ -234,8 +234,10 @@ class _Answers:
         """The end of a turn that the marker of the next one ends. Of two answers in a row the second one's does not: it
         asks for more."""
         following = (turn["role"] for at, turn in enumerate(self.turns) if at > number and self.whole.part(at))
-        mark = "" if next(following, "assistant") == "assistant" else self.marks.first(self.whole.text[end:])
-        return self.whole.text.index(mark, end) + len(mark)
+        behind = self.whole.text[end:]
+        mark = "" if next(following, "assistant") == "assistant" else self.marks.first(behind)
+        is_all = behind.strip() == mark  # of a last turn that says nothing; behind the end of a text EOS is trained
+        return end if is_all else end + behind.index(mark) + len(mark)
 
     @cached_property
     def closing(self) -> str:
