@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trl
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fivefold.core.errors import UserError
@@ -88,6 +88,9 @@ FLAGS: dict[str, dict[str, bool]] = {
     "rstrip normalized, not special": {"rstrip": True, "normalized": True, "special": False},
     "lstrip rstrip, not special": {"lstrip": True, "rstrip": True, "special": False},
     "single_word normalized, not special": {"single_word": True, "normalized": True, "special": False},
+    # As Llama 3 and GPT-2: no token has the space in front of a word.
+    "trimmed": {"trim_offsets": True},
+    "rstrip trimmed": {"rstrip": True, "trim_offsets": True},
 }
 
 # ---- templates -------------------------------------------------------------------------------------------------------
@@ -169,7 +172,8 @@ def _bytes() -> Tokenizer:
 
 def tokenizer_of(special: Sequence[str], eos: str, flags: Mapping[str, bool]) -> PreTrainedTokenizerFast:
     made = Tokenizer.from_str(_bytes().to_str())
-    options = {"special": True, "normalized": False, **flags}
+    made.post_processor = processors.ByteLevel(trim_offsets=flags.get("trim_offsets", False))
+    options = {"special": True, "normalized": False, **{name: flags[name] for name in flags.keys() - {"trim_offsets"}}}
     tokens = [AddedToken(token, **options) for token in special]
     (made.add_special_tokens if options["special"] else made.add_tokens)(tokens)
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=eos, bos_token="<s>")
@@ -184,14 +188,26 @@ def ours(text: Text, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], lis
     return ids.tolist(), [bool(mark) for mark in marks], spans.tolist()
 
 
-def theirs(case: Case, example: Example, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[bool], list[Any]]:
-    """The same of `apply_chat_template`, with the characters as `tokenizers` counts them."""
-    turns = ChatTemplate(case.training, tokenizer.special_tokens_map)._in_form(example.turns)
+def theirs(
+    case: Case, example: Example, tokenizer: PreTrainedTokenizerFast
+) -> tuple[list[int], list[bool], list[Any], list[bool]]:
+    """The same of `apply_chat_template`, with the characters as `tokenizers` counts them; and the mask that it would be
+    if its spans ended at characters of tokens."""
+    template = ChatTemplate(case.training, named(tokenizer.eos_token))
+    turns, tools = template._in_form(example.turns), example.tools and list(example.tools)
     made = tokenizer.apply_chat_template(
-        turns, tools=example.tools and list(example.tools), chat_template=case.training, return_dict=True,
-        return_assistant_tokens_mask=True, tokenizer_kwargs={"return_offsets_mapping": True},
+        turns, tools=tools, chat_template=case.training, return_dict=True, return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
     )  # fmt: skip
-    return made["input_ids"], [bool(mark) for mark in made["assistant_masks"]], made["offset_mapping"]
+    mask, is_placed = np.zeros(len(made["input_ids"]), bool), True
+    for first, last in template._write(turns, tools)[1]:
+        inside = [made.char_to_token(at) for at in range(first, last)]
+        is_placed &= None not in (*inside[:1], *inside[-1:])
+        if places := [at for at in inside if at is not None]:
+            mask[min(places) : max(places) + 1] = True
+    found = [bool(mark) for mark in made["assistant_masks"]]
+    assert not is_placed or found == mask.tolist()
+    return made["input_ids"], found, made["offset_mapping"], mask.tolist()
 
 
 # ---- what differs, and why -------------------------------------------------------------------------------------------
@@ -199,6 +215,9 @@ def theirs(case: Case, example: Example, tokenizer: PreTrainedTokenizerFast) -> 
 SPACE = "theirs: the space behind what ends an answer, for which no server waits"
 PROMPT = "theirs: the end of the generation prompt, which the model is given"
 SWALLOWED = "theirs: a token of another turn, whose flags take in a space of the answer"
+UNPLACED = (
+    "of answers whose first or last character is in no token (`trim_offsets`), theirs are none, or all that follows"
+)
 BYTES = "ours: the last bytes of an answer's last character, of which `char_to_token` finds the first token"
 RESULT = "ours: what the template leaves to the model around a result: the marker that ends a call, the next header"
 _OPEN = len("<think>\n\n</think>\n\n")  # with which a prompt may begin an answer
@@ -275,18 +294,21 @@ def check_answers(own: ChatTemplate, twin: ChatTemplate, example: Example) -> No
 def kinds(case: Case, written: Written, text: Text, flags: Mapping[str, bool]) -> Counter[str]:
     """The kinds of tokens that are trained by one of the two alone. Fails for a token that no kind explains."""
     tokenizer = tokenizer_of(written.special, written.eos, flags)
-    (ids, trained, own), (their_ids, their_trained, places) = (
-        ours(text, tokenizer), theirs(case, written.example, tokenizer),
-    )  # fmt: skip
+    ids, trained, own = ours(text, tokenizer)
+    their_ids, their_trained, places, repaired = theirs(case, written.example, tokenizer)
     assert ids == their_ids
-    found, differ = Counter[str](), [at for at in range(len(ids)) if trained[at] != their_trained[at]]
+    unplaced = sum(one != other for one, other in zip(their_trained, repaired, strict=True))
+    found = Counter({UNPLACED: unplaced} if unplaced else {})
+    differ = [at for at in range(len(ids)) if trained[at] != repaired[at]]
     for _, run in groupby(enumerate(differ), key=lambda pair: pair[1] - pair[0]):
         group = [at for _, at in run]
         for is_ours, some in groupby(group, key=lambda at: trained[at]):
             tokens = [*some]
             said = text.text[own[tokens[0]][0] : own[tokens[-1]][1]]
             is_behind, is_before = trained[tokens[0] - 1], tokens[-1] + 1 < len(ids) and trained[tokens[-1] + 1]
-            if is_ours and all(places[at] == places[at - 1] for at in tokens):
+            if is_ours and all(places[at][0] == places[at][1] for at in tokens):
+                kind = UNPLACED
+            elif is_ours and all(places[at] == places[at - 1] for at in tokens):
                 kind = BYTES
             elif is_ours and case.name in RESULTS and re.fullmatch(r"<\|tool_response>|<\|turn>model\n?", said):
                 kind = RESULT
@@ -306,7 +328,7 @@ def kinds(case: Case, written: Written, text: Text, flags: Mapping[str, bool]) -
     return found
 
 
-EXPLAINED = {SPACE, PROMPT, SWALLOWED, BYTES, RESULT}
+EXPLAINED = {SPACE, PROMPT, SWALLOWED, UNPLACED, BYTES, RESULT}
 
 
 def held(case: Case, conversations: Sequence[str], flags: Sequence[str]) -> tuple[Counter[str], Counter[str]]:
@@ -328,7 +350,7 @@ def held(case: Case, conversations: Sequence[str], flags: Sequence[str]) -> tupl
     return counts, tokens
 
 
-CORE = (("several turns", "a call", "edges"), ("rstrip", "lstrip"))
+CORE = (("several turns", "a call", "edges"), ("lstrip", "rstrip trimmed"))
 ALL = (tuple(CONVERSATIONS), tuple(FLAGS))
 
 
