@@ -163,7 +163,7 @@ FAMILIES: dict[str, tuple[str, str]] = {  # the template, and its EOS
     "a result ends a call, as FunctionGemma": (
         _turns(
             "<start_of_turn>user\n@<end_of_turn>\n", "<start_of_turn>model\n",
-            "{% for c in m.tool_calls or [] %}call:{{ c.function.name }}{% endfor %}"
+            "{% for c in m.tool_calls or [] %}<start_function_call>{{ c.function.name }}<end_function_call>{% endfor %}"
             "{% if not m.tool_calls %}<end_of_turn>\n{% endif %}",
             tool="<start_function_response>@<end_of_turn>\n",
         ),
