@@ -260,13 +260,17 @@ def test_what_ends_answers_is_said(subtests: pytest.Subtests) -> None:
         bare: ["of a conversation only the last answer's end is trained: it ends the others by no token; write "
                "{{ eos_token }} behind each answer in it"],
         outside: ["no end of an answer is trained: it has it outside of {% generation %}; put it inside"],
-        CHATML: [],
+        CHATML.replace("im_", ""): [
+            "it ends an answer by '<|end|>', which is no token: a server needs it as a stop string"
+        ],
+        CHATML.replace("<|im_end|>", "<end>"): [],
         "{{ messages | tojson }}": [],
         **{source: [] for source, _ in ENDS.values()},
     }  # fmt: skip
+    expected = dict(ENDS.values())
     for source, lines in cases.items():
         with subtests.test(msg=source):
-            tokens = (*MARKS, "<end>", "<user>", "<assistant>", "<start>", "<eos>")
+            tokens = (*MARKS, *re.findall("<.*?>", expected.get(source, "<end>")))
             assert [*ChatTemplate(source, SPECIAL, "it", tokens).remarks()] == lines
 
 

@@ -105,7 +105,7 @@ class ChatTemplate:
         return early, last
 
     def remarks(self) -> Iterator[str]:
-        """Lines about answers whose end is not trained, or is the marker of another turn."""
+        """Lines about answers whose end is not trained, or is no token, or the marker of another turn."""
         early, last = self.ends or ("unknown", "")
         if not early and _ENCLOSES.search(self.text()):
             yield f"no end of an answer is trained: {self.name} has it outside of {{% generation %}}; put it inside"
@@ -119,6 +119,8 @@ class ChatTemplate:
                 f"{self.name} ends an answer by the marker of the next turn, {early}: a server stops there if "
                 "eos_token_id in generation_config.json names it"
             )
+        elif self.tokens and self.ends and not early.endswith(self.tokens):
+            yield f"{self.name} ends an answer by {early!r}, which is no token: a server needs it as a stop string"
 
     def _in_form(self, turns: Sequence[Turn]) -> list[Turn]:
         """Convert turns to the form that the template takes: contents as texts or as lists of parts, call arguments as
