@@ -160,10 +160,10 @@ FAMILIES: dict[str, tuple[str, str]] = {  # the template, and its EOS
     "baichuan 2": (_turns("<reserved_106>@", "<reserved_107>", ""), "</s>"),
     "a header of one token": (_marked("", "<|im_start|>", role="ROLE", calls=_CALLS), "<|endoftext|>"),
     "a line in front of the marker": (_turns("<|user|>@\n", "<|assistant|>", "\n"), "</s>"),
-    "a result ends a call, as FunctionGemma": (
+    "the marker of a result ends a call": (
         _turns(
             "<start_of_turn>user\n@<end_of_turn>\n", "<start_of_turn>model\n",
-            "{% for c in m.tool_calls or [] %}<start_function_call>{{ c.function.name }}<end_function_call>{% endfor %}"
+            "{% for c in m.tool_calls or [] %}call:{{ c.function.name }}{% endfor %}"
             "{% if not m.tool_calls %}<end_of_turn>\n{% endif %}",
             tool="<start_function_response>@<end_of_turn>\n",
         ),
@@ -183,6 +183,6 @@ def _mark_of(source: str, mark: str, *, turn: str, line: str = "") -> str:
 for _name, _mark, _turn in (
     ("baichuan 2", "<reserved_106>", "{% elif m.role == 'user' %}<reserved_106>"),
     ("a line in front of the marker", "<|user|>", "{% elif m.role == 'user' %}<|user|>"),
-    ("a result ends a call, as FunctionGemma", "<start_function_response>", "<start_function_response>{{"),
+    ("the marker of a result ends a call", "<start_function_response>", "<start_function_response>{{"),
 ):
     FAMILIES[_name] = (_mark_of(FAMILIES[_name][0], _mark, turn=_turn), FAMILIES[_name][1])

@@ -221,7 +221,7 @@ def test_the_space_in_front_of_the_marker_leads_to_it(subtests: pytest.Subtests)
     one = lines.replace("<|{{ m.role }}|>", "<s>{{ m.role }}:").replace("<|assistant|>", "<s>assistant:")
     by_call = (  # what ends an answer ends no call
         "{% for m in messages %}{% if m.role == 'tool' %}<result>{{ m.content }}</result>{% else %}<{{ m.role }}>"
-        "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
         "{{ '<end>' if not m.tool_calls }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     cases = [
@@ -231,16 +231,14 @@ def test_the_space_in_front_of_the_marker_leads_to_it(subtests: pytest.Subtests)
         (
             by_call,
             CALLS,
-            ("<end>", "<call>", "</call>", "<result>"),
-            "<user>w?<end><assistant>[[<call>get</call><result>]]1</result><assistant>[[ok<end>]]",
+            ("<end>", "<result>"),
+            "<user>w?<end><assistant>[[get<result>]]1</result><assistant>[[ok<end>]]",
         ),
-        (  # unless a call has an end of its own, and a result a header like any other turn's
-            by_call.replace("<result>{{", "<|h|>tool {{")
-            .replace("<{{ m.role }}>", "<|h|>{{ m.role }} ")
-            .replace("%}<assistant>", "%}<|h|>assistant "),
+        (  # unless a token ends it
+            by_call.replace("'<end>' if not m.tool_calls", "'<call>' if m.tool_calls else '<end>'"),
             CALLS,
-            ("<end>", "<call>", "</call>", "<|h|>"),
-            "<|h|>user w?<end><|h|>assistant [[<call>get</call>]]<|h|>tool 1</result><|h|>assistant [[ok<end>]]",
+            ("<end>", "<call>", "<result>"),
+            "<user>w?<end><assistant>[[get<call>]]<result>1</result><assistant>[[ok<end>]]",
         ),
     ]
     for source, turns, tokens, expected in cases:

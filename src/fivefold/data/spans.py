@@ -147,12 +147,9 @@ class Marks:
             is_there = ""
         return cls(tokens, tail.strip() if is_there else None)
 
-    def ends(self, said: str, behind: str) -> bool:
-        """True if a turn ends by itself: as answers do, or by a token of calls (`<|call|>`), unless one follows that
-        begins no turn of the assistant, and so ends calls (FunctionGemma's results)."""
-        if self.tail is None or (self.tail and said.endswith(self.tail)):
-            return True
-        return self.tail != "" and said.endswith(self.tokens) and self.first(behind) == self.first(said)
+    def ends(self, said: str) -> bool:
+        """True if a turn ends by itself: as answers do, or by another token, as calls (`<|call|>`)."""
+        return self.tail is None or (self.tail != "" and said.endswith((self.tail, *self.tokens)))
 
     def first(self, text: str) -> str:
         """The token that a text begins with, after space; empty if there is none."""
@@ -230,9 +227,8 @@ class _Answers:
         elif self.whole.text.startswith(self.closing, stop):
             stop += 0 if self.whole.part(number).rstrip().endswith(self.closing) else len(self.closing)
         said = self.whole.text[start:stop].rstrip()
-        end = start + len(said)
-        is_ended = self.marks.ends(said, self.whole.text[end:]) or (self.closing and said.endswith(self.closing))
-        return end if is_ended else self._with_mark(number, end)
+        is_ended = self.marks.ends(said) or (self.closing and said.endswith(self.closing))
+        return start + len(said) if is_ended else self._with_mark(number, start + len(said))
 
     def _with_mark(self, number: int, end: int) -> int:
         """The end of a turn that the marker of the next one ends. Of two answers in a row the second one's does not: it
