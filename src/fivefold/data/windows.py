@@ -21,7 +21,7 @@ that looks far no text is split.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,12 +80,16 @@ class Encoder:
         many = self.tokenizer.encode_batch if self.with_spans else self.tokenizer.encode_batch_fast
         for text, encoding, first in zip(texts, many(texts, add_special_tokens=False), firsts, strict=False):
             ids = np.array(encoding.ids, np.uint32)
-            spans = np.array(encoding.offsets if self.with_spans else [], np.int64).reshape(-1, 2)
-            for at in np.flatnonzero(np.isin(ids, [*self._strip])) if self.with_spans else ():
-                (begin, end), token = spans[at], self._strip[int(ids[at])]
-                begin += (end - begin - len(text[begin:end].lstrip())) * token.lstrip
-                spans[at] = begin, begin + len(text[begin:end].rstrip() if token.rstrip else text[begin:end])
+            spans = self._characters(text, ids, encoding.offsets) if self.with_spans else np.empty((0, 2), np.int64)
             yield Encoded(ids, spans + first)
+
+    def _characters(self, text: str, ids: NDArray[np.uint32], offsets: list[tuple[int, int]]) -> NDArray[np.int64]:
+        spans = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
+        for at in np.flatnonzero(np.isin(ids, [*self._strip])) if self._strip else ():
+            (begin, end), token = spans[at], self._strip[int(ids[at])]
+            begin += (end - begin - len(text[begin:end].lstrip())) * token.lstrip
+            spans[at] = begin, begin + len(text[begin:end].rstrip() if token.rstrip else text[begin:end])
+        return spans
 
     def _windows(self, text: str) -> Iterator[_Window]:
         firsts = range(0, len(text) - _SHARED, _STEP)
