@@ -246,7 +246,8 @@ def test_the_space_in_front_of_the_marker_leads_to_it(subtests: pytest.Subtests)
             assert read(source, turns, tokens) == expected
 
 
-def test_what_ends_answers_is_said(subtests: pytest.Subtests) -> None:
+def test_what_ends_answers_is_said(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fivefold.data.chat.MOST_SECONDS", 0.5)
     outside = (
         "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
     )
@@ -263,6 +264,7 @@ def test_what_ends_answers_is_said(subtests: pytest.Subtests) -> None:
         ],
         CHATML.replace("<|im_end|>", "<end>"): [],
         "{{ messages | tojson }}": [],
+        "{% for a in range(10 ** 5) %}{% for b in range(10 ** 5) %}{% endfor %}{% endfor %}": [],
         **{source: [] for source, _ in ENDS.values()},
     }  # fmt: skip
     expected = dict(ENDS.values())

@@ -106,7 +106,10 @@ class ChatTemplate:
 
     def remarks(self) -> Iterator[str]:
         """Lines about answers whose end is not trained, or is no token, or the marker of another turn."""
-        early, last = self.ends or ("unknown", "")
+        try:
+            early, last = self.ends or ("unknown", "")
+        except Endless:  # which other conversations need not be
+            return
         if not early and _ENCLOSES.search(self.text()):
             yield f"no end of an answer is trained: {self.name} has it outside of {{% generation %}}; put it inside"
         elif not early:
