@@ -14,22 +14,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from tokenizers.decoders import ByteLevel
 
 from fivefold import cli
 from fivefold.core.errors import UserError
 from fivefold.core.time_limit import within
-from fivefold.data import IGNORE, PreparedData, chat, prepare, shown, store
+from fivefold.data import IGNORE, PreparedData, chat, formats, prepare, shown, store, units
 from fivefold.data.chat import CHATML, ChatTemplate
 from fivefold.data.examples import Example, Rated, beside_others
 from fivefold.data.examples import chat as chat_example
 from fivefold.data.records import Records, example_of
-from fivefold.data.source import Source
+from fivefold.data.source import Source, resolve
 from fivefold.data.split import blocks_of
-from fivefold.data.tokenizer import _byte_characters
+from fivefold.data.tokenizer import _byte_characters, find_tokenizer
 from fivefold.generation.conversation import end_of_turn
 from tests.data.helpers import config_for
+from tests.data.tokenizers import byte_folder
 
 LLAMA = (
     "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' "
@@ -118,6 +119,63 @@ def test_where_the_end_of_a_turn_is_eos_no_other_follows(tmp_path: Path, folder:
     assert text.startswith("<s><|start_header_id|>system") and text.count("<s>") == 1
     assert text.endswith("Yés.<|eot_id|>")
     assert trained == "4\n\n  yes<|eot_id|>Yés.<|eot_id|>"
+
+
+PHI = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+BARE = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+MARKERS = ("<|user|>", "<|assistant|>", "<|end|>")
+
+
+@pytest.mark.parametrize("trims", [{}, {"rstrip": True}, {"lstrip": True}, {"lstrip": True, "rstrip": True}])
+def test_a_token_is_trained_by_its_own_characters(tmp_path: Path, trims: dict[str, bool]) -> None:
+    """Not by the space that its flags take in: of a line behind the end of an answer, or of an answer's first space
+    behind its header."""
+    special = tuple(AddedToken(token, special=True, **trims) for token in MARKERS)
+    turns = [
+        {"role": role, "content": content}
+        for role, content in (("user", "q"), ("assistant", "a "), ("user", "r"), ("assistant", " b"))
+    ]
+    tokenizer = byte_folder(tmp_path / "phi", PHI, eos="</s>", special=special)
+    _, trained = texts(read(tmp_path, [{"messages": turns}], tokenizer))
+    ends, starts = "" if trims.get("lstrip") else " ", "" if trims.get("rstrip") else " "
+    line = "" if trims.get("rstrip") else "\n"
+    assert trained == f"a{ends}<|end|>{starts}b<|end|>{line}</s>"
+    tokenizer = byte_folder(tmp_path / "bare", BARE, eos="</s>", special=special)
+    _, trained = texts(read(tmp_path, [{"messages": turns}], tokenizer))
+    assert trained == f"a{ends}<|user|>{starts}b</s>"
+
+
+def test_a_token_over_the_end_of_an_answer_is_trained(tmp_path: Path, folder: Any) -> None:
+    """Which the model must write: as by `return_assistant_tokens_mask`."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{{ '\n\n' }}{% else %}{{ m.content }}: {% endif %}{% endfor %}"
+    )
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes\n"}] * 2
+    _, trained = texts(read(tmp_path, [{"messages": talk}], folder(template)))
+    assert trained == " yes\n\n yes\n\n\n<|endoftext|>"  # of three lines in a row the first two are a token
+
+
+def test_what_ends_answers_is_in_the_header(tmp_path: Path) -> None:
+    tokenizer = byte_folder(tmp_path / "bare", BARE, eos="</s>", special=MARKERS)
+    data = read(tmp_path, [{"messages": TALK[1:]}], tokenizer)
+    assert texts(data)[1] == "4\n\n  yes<|user|>Yés.</s>"
+    (line,) = (line for line in data.counts.lines() if line.startswith("tokenizer "))
+    assert line == (
+        f"tokenizer   the chat template of {tokenizer} ends an answer by the marker of the next turn, <|user|>: a "
+        "server stops there if eos_token_id in generation_config.json names it"
+    )
+    assert end_of_turn(data.tokenizer.template) == "<|user|>"
+    (tmp_path / "texts").mkdir()
+    assert not [
+        line for line in read(tmp_path / "texts", [{"text": "a"}], tokenizer).counts.lines() if "marker" in line
+    ]
 
 
 def test_a_template_that_leaves_out_what_was_thought(tmp_path: Path, folder: Any) -> None:
@@ -420,6 +478,19 @@ def test_what_changes_the_tokens_of_examples_is_in_the_key_of_their_cache() -> N
     ]  # fmt: skip
     options = [Records("json").options(Source("x", "data.train", **each)) for each in some]
     assert all(one != other for at, one in enumerate(options) for other in options[:at])
+
+
+def test_units_of_before_a_repair_do_not_survive_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do streams, which have the name of their units' folder in what a checkpoint must agree with."""
+    (tmp_path / "records.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    (tmp_path / "text.txt").write_text("a")
+    info, folders = find_tokenizer("byte", model="", corpus=(), root=tmp_path), dict[str, set[Path]]()
+    for version in (store._READING, store._READING + 1):
+        monkeypatch.setattr(store, "_READING", version)
+        for name in ("records.jsonl", "text.txt"):
+            files = resolve(Source(str(tmp_path / name), "data.train"), formats.discover(), tmp_path)
+            folders.setdefault(name, set()).add(units._folder(files, info, tmp_path, "units"))
+    assert {name: len(found) for name, found in folders.items()} == {"records.jsonl": 2, "text.txt": 1}
 
 
 def test_rows_of_before_a_repair_do_not_survive_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

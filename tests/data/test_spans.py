@@ -30,8 +30,8 @@ def said(content: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
-def read(source: str, turns: Sequence[Mapping[str, Any]], **given: Any) -> str:
-    text, answers = ChatTemplate(source, SPECIAL, "the template").answers(turns, **given)
+def read(source: str, turns: Sequence[Mapping[str, Any]], tokens: tuple[str, ...] = (), **given: Any) -> str:
+    text, answers = ChatTemplate(source, SPECIAL, "the template", tokens).answers(turns, **given)
     found, at = "", 0
     for first, last in sorted(span for several in answers.values() for span in several):
         found += f"{text[at:first]}[[{text[first:last]}]]"
@@ -108,7 +108,7 @@ ENDS = {
 @pytest.mark.parametrize("name", ENDS)
 def test_every_answer_is_trained_with_its_end(name: str) -> None:
     source, expected = ENDS[name]
-    assert read(source, TWO) == expected
+    assert read(source, TWO) == read(source, TWO, tuple(re.findall("<.*?>", expected))) == expected
     # The same answers, each alone, and among many.
     text, answers = ChatTemplate(source, SPECIAL).answers([*TWO[:2] * 9, *TWO])
     trained = re.findall(r"\[\[(.*?)\]\]", expected, re.DOTALL)
@@ -179,6 +179,99 @@ def test_the_assistant_may_begin_behind_what_a_text_begins_with() -> None:
     alternate = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML
     with pytest.raises(UserError, match="the template does not take the conversation: user first"):
         read(alternate, turns)
+
+
+# ---- answers that the marker of the next turn ends -------------------------------------------------------------------
+
+GLM = (  # as GLM-4.5
+    "[gMASK]<sop>{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}"
+    "{% elif m.role == 'assistant' %}<|assistant|>\n<think></think>{{ '\n' + m.content if m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '\n<tool_call>' + c.function.name }}</tool_call>{% endfor %}"
+    "{% elif m.role == 'tool' %}{{ '<|observation|>' if messages[loop.index0 - 1].role != 'tool' }}"
+    "{{ '\n' + m.content }}"
+    "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MARKS = ("<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "</think>", "<tool_call>", "</tool_call>", "<|u")
+
+
+def test_an_answer_that_its_template_does_not_end_ends_with_the_marker_of_the_next_turn() -> None:
+    start = "[gMASK]<sop><|user|>\n"
+    assert read(GLM, TWO, MARKS) == (
+        f"{start}q1<|assistant|>[[\n<think></think>\na1<|user|>]]\nq2<|assistant|>[[\n<think></think>\n<b>a2]]"
+    )
+    assert read(GLM, CALLS, MARKS, tools=[TOOL]) == (
+        f"{start}w?<|assistant|>[[\n<think></think>\n<tool_call>get</tool_call><|observation|>]]\n1"
+        "<|assistant|>[[\n<think></think>\nok]]"
+    )
+    told = [*TWO[:2], {"role": "system", "content": "s"}]
+    assert read(GLM, told, MARKS).endswith("\na1<|system|>]]\ns")
+    assert read(GLM, TWO).count("<|user|>]]") == 0  # a marker that is no token
+    assert read(GLM, [*TWO[:2], user("")], MARKS).endswith("\na1]]<|user|>\n")  # the text would end with the answer
+    in_a_row = [*TWO[:2], said("a2"), user("q2")]
+    assert read(GLM, in_a_row, MARKS).endswith("\na1]]<|assistant|>[[\n<think></think>\na2<|user|>]]\nq2")
+    text, answers = ChatTemplate(GLM, SPECIAL, "", MARKS).answers([*TWO[:2] * 9, *TWO])  # among many
+    assert [text[: answers[at][0][1]].endswith("<|user|>") for at in range(1, 20, 2)] == [True] * 9 + [True]
+
+
+def test_the_space_in_front_of_the_marker_leads_to_it(subtests: pytest.Subtests) -> None:
+    lines = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    lines += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    last_alone = lines + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    one = lines.replace("<|{{ m.role }}|>", "<s>{{ m.role }}:").replace("<|assistant|>", "<s>assistant:")
+    by_call = (  # what ends an answer ends no call
+        "{% for m in messages %}{% if m.role == 'tool' %}<result>{{ m.content }}</result>{% else %}<{{ m.role }}>"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+        "{{ '<end>' if not m.tool_calls }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    cases = [
+        (lines, TWO, MARKS, "<|user|>q1\n<|assistant|>[[a1\n<|user|>]]q2\n<|assistant|>[[<b>a2]]\n"),
+        (last_alone, TWO, MARKS, "<|user|>q1\n<|assistant|>[[a1\n<|user|>]]q2\n<|assistant|>[[<b>a2\n<eos>]]"),
+        (one, TWO, ("<s>",), "<s>user:q1\n<s>assistant:[[a1\n<s>]]user:q2\n<s>assistant:[[<b>a2]]\n"),
+        (
+            by_call,
+            CALLS,
+            ("<end>", "<result>"),
+            "<user>w?<end><assistant>[[get<result>]]1</result><assistant>[[ok<end>]]",
+        ),
+        (  # unless a token ends it
+            by_call.replace("'<end>' if not m.tool_calls", "'<call>' if m.tool_calls else '<end>'"),
+            CALLS,
+            ("<end>", "<call>", "<result>"),
+            "<user>w?<end><assistant>[[get<call>]]<result>1</result><assistant>[[ok<end>]]",
+        ),
+    ]
+    for source, turns, tokens, expected in cases:
+        with subtests.test(msg=expected):
+            assert read(source, turns, tokens) == expected
+
+
+def test_what_ends_answers_is_said(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fivefold.data.chat.MOST_SECONDS", 0.5)
+    outside = (
+        "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
+    )
+    bare = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    bare += "{% if add_generation_prompt %}assistant: {% endif %}"
+    cases = {
+        GLM: ["it ends an answer by the marker of the next turn, <|user|>: a server stops there if eos_token_id in "
+              "generation_config.json names it"],
+        bare: ["of a conversation only the last answer's end is trained: it ends the others by no token; write "
+               "{{ eos_token }} behind each answer in it"],
+        outside: ["no end of an answer is trained: it has it outside of {% generation %}; put it inside"],
+        CHATML.replace("im_", ""): [
+            "it ends an answer by '<|end|>', which is no token: a server needs it as a stop string"
+        ],
+        CHATML.replace("<|im_end|>", "<end>"): [],
+        "{{ messages | tojson }}": [],
+        "{% for a in range(10 ** 5) %}{% for b in range(10 ** 5) %}{% endfor %}{% endfor %}": [],
+        **{source: [] for source, _ in ENDS.values()},
+    }  # fmt: skip
+    expected = dict(ENDS.values())
+    for source, lines in cases.items():
+        with subtests.test(msg=source):
+            tokens = (*MARKS, *re.findall("<.*?>", expected.get(source, "<end>")))
+            assert [*ChatTemplate(source, SPECIAL, "it", tokens).remarks()] == lines
 
 
 # ---- calls of tools --------------------------------------------------------------------------------------------------
@@ -480,6 +573,10 @@ def test_many_spans_and_many_tokens() -> None:
     for _ in range(50):
         edges = np.sort(rng.integers(0, 60, 8)).reshape(-1, 2)
         some = [(int(first), int(last)) for first, last in rng.permutation(edges)]
-        ends = rng.integers(0, 64, 40).tolist()
-        trained = Text("", tuple(some)).is_trained(ends).tolist()
-        assert trained == [any(first < end <= last for first, last in some) for end in ends]
+        tokens = np.sort(rng.integers(0, 64, (40, 2)))
+        trained = Text("", tuple(some)).is_trained(tokens).tolist()
+        begins = [min(begin, end - 1) for begin, end in tokens.tolist()]
+        assert trained == [
+            any(max(first, begin) < min(last, end) for first, last in some)
+            for begin, end in zip(begins, tokens[:, 1].tolist(), strict=True)
+        ]

@@ -1,8 +1,8 @@
 """A long text is encoded in windows: the tokens, and where they end, are those of the whole text."""
 
 import json
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Iterator
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +104,22 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 }
 
 
-def encoded(tokenizer: Any, text: str, *, with_ends: bool = False) -> tuple[int, list[int], list[int]]:
-    (parts,) = windows.Encoder(tokenizer, with_ends=with_ends).encode([text])
+def encoded(tokenizer: Any, text: str, *, with_spans: bool = False) -> tuple[int, list[int], list[tuple[int, int]]]:
+    (parts,) = windows.Encoder(tokenizer, with_spans=with_spans).encode([text])
     ids = list(chain.from_iterable(part.ids.tolist() for part in parts))
-    return len(parts), ids, list(chain.from_iterable(part.ends for part in parts))
+    return len(parts), ids, [(first, last) for part in parts for first, last in part.spans.tolist()]
+
+
+def own_characters(tokenizer: Any, text: str, encoding: Any) -> Iterator[tuple[int, int]]:
+    """The characters of each token without the space that its flags take in."""
+    added = tokenizer.get_added_tokens_decoder()
+    for number, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
+        own = range(first, last)
+        if number in added and added[number].lstrip:
+            own = own[sum(1 for _ in takewhile(str.isspace, text[first:last])) :]
+        if number in added and added[number].rstrip:
+            own = own[: len(own) - sum(1 for _ in takewhile(str.isspace, text[first:last][::-1]))]
+        yield own.start, own.stop
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,8 +133,8 @@ def test_the_tokens_are_those_of_the_whole_text(kind: str, monkeypatch: pytest.M
             monkeypatch.setattr(windows, "_SHARED", shared)
             parts, ids, _ = encoded(tokenizer, text)
             assert ids == whole.ids, (seed, step)
-            _, ids, ends = encoded(tokenizer, text, with_ends=True)
-            assert (ids, ends) == (whole.ids, [end for _, end in whole.offsets]), (seed, step)
+            _, ids, spans = encoded(tokenizer, text, with_spans=True)
+            assert (ids, spans) == (whole.ids, [*own_characters(tokenizer, text, whole)]), (seed, step)
             most = max(most, parts)
     assert most > 5 or kind == "Unigram of one word"
 

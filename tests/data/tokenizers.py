@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from fivefold.data.tokenizer import _byte_characters
 
 
-def byte_folder(where: Path, template: str, *, eos: str, special: tuple[str, ...] = ()) -> Path:
+def byte_folder(where: Path, template: str, *, eos: str, special: tuple[str | AddedToken, ...] = ()) -> Path:
     """A token each byte, and special ones; with a chat template."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -11,7 +11,7 @@ in which `4<|im_end|>` is the assistant's: its answer, and the end of it.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cache, cached_property, partial
@@ -22,7 +22,7 @@ from typing import Any
 from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError
 from fivefold.core.time_limit import TooLong, with_memory, within
-from fivefold.data.spans import PROBE, Endless, Span, Turn, find_spans, numbered, words
+from fivefold.data.spans import PROBE, Endless, Marks, Span, Turn, find_spans, numbered, words
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -33,17 +33,19 @@ MOST_BYTES = 2**30  # extra memory to render a conversation
 MOST_SECONDS = 4.0  # to render a conversation; 3,000 turns take some milliseconds
 _ENCLOSES = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_ASKED_AGAIN: tuple[Turn, ...] = tuple({"role": role, "content": PROBE} for role in ("user", "assistant", "user"))
 _QUOTED = re.compile(f"""["']{PROBE}.?["']""")  # in a list, as Python or JSON writes it
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
     """`source`: the Jinja text, or several by name. `special`: names of special tokens -> their text. `name`: for
-    messages."""
+    messages. `tokens`: the texts of added tokens, which may end an answer."""
 
     source: str | Mapping[str, str] = CHATML
     special: Mapping[str, str] = field(default_factory=dict)
     name: str = BUILT_IN
+    tokens: tuple[str, ...] = ()
 
     def text(self, tools: Sequence[Any] | None = None) -> str:
         """The Jinja text for a conversation with these tools. Raises `UserError` if none of several fits."""
@@ -87,7 +89,41 @@ class ChatTemplate:
         end the turn: see `spans`. Raises `UserError` if they cannot be located."""
         write = partial(self._write, tools=tools, given=chat_template_kwargs)
         encloses = _ENCLOSES.search(self.text(tools)) is not None
-        return find_spans(write, self._in_form(turns), name=self.name, encloses=encloses)
+        return find_spans(write, self._in_form(turns), name=self.name, encloses=encloses, marks=self._marks)
+
+    @cached_property
+    def ends(self) -> tuple[str, str] | None:
+        """What is trained behind the words of an answer that another turn follows, such as `<|im_end|>`, and behind
+        those of the last; None if the template does not take a conversation of two questions."""
+        try:
+            text, spans = self.answers([{"role": role, "content": "ok"} for role in ("user", "assistant")] * 2)
+        except Endless:
+            raise
+        except UserError:
+            return None
+        early, last = (text[spans[at][0][0] : spans[at][-1][1]].rpartition("ok")[2].strip() for at in (1, 3))
+        return early, last
+
+    def remarks(self) -> Iterator[str]:
+        """Lines about answers whose end is not trained, or is no token, or the marker of another turn."""
+        try:
+            early, last = self.ends or ("unknown", "")
+        except Endless:  # which other conversations need not be
+            return
+        if not early and _ENCLOSES.search(self.text()):
+            yield f"no end of an answer is trained: {self.name} has it outside of {{% generation %}}; put it inside"
+        elif not early:
+            yield (
+                f"of a conversation only the last answer's end is trained: {self.name} ends the others by no token; "
+                "write {{ eos_token }} behind each answer in it"
+            )
+        elif self._marks.tail == "" and early != last:
+            yield (
+                f"{self.name} ends an answer by the marker of the next turn, {early}: a server stops there if "
+                "eos_token_id in generation_config.json names it"
+            )
+        elif self.tokens and self.ends and not early.endswith(self.tokens):
+            yield f"{self.name} ends an answer by {early!r}, which is no token: a server needs it as a stop string"
 
     def _in_form(self, turns: Sequence[Turn]) -> list[Turn]:
         """Convert turns to the form that the template takes: contents as texts or as lists of parts, call arguments as
@@ -100,6 +136,10 @@ class ChatTemplate:
         calls = any(turn.get("tool_calls") for turn in turns)
         found = [_with_json(turn) for turn in found] if calls and self._takes_json else found
         return [{key: value for key, value in turn.items() if value is not None} for turn in found]
+
+    @cached_property
+    def _marks(self) -> Marks:
+        return Marks.of(self._write, self.tokens, self._in_form(_ASKED_AGAIN)) if self.tokens else Marks()
 
     @cached_property
     def _takes_json(self) -> bool:

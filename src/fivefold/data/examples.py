@@ -228,11 +228,14 @@ class Text:
     by_template: bool = False
     left_out: tuple[str, ...] = ()
 
-    def is_trained(self, ends: Sequence[int]) -> NDArray[np.bool_]:
-        """A mask of trained tokens, given the characters where they end: a token is trained if its last character is.
-        Example: in "Q: yes" with the answer "yes", the token " yes" is trained."""
-        firsts, lasts = np.array(sorted([(-1, -1), *(self.trained or ())])).T
-        return np.asarray(np.maximum.accumulate(lasts)[np.searchsorted(firsts, ends) - 1] >= ends)
+    def is_trained(self, spans: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """A mask of trained tokens, given their characters, int64 [tokens, 2]: a token is trained if one of them is, as
+        by `return_assistant_tokens_mask`. Example: in "Q: yes" with the answer "yes", the token " yes" is trained."""
+        trained = [span for span in self.trained or () if span[0] < span[1]]
+        firsts, lasts = np.array(sorted([(-1, -1), *trained])).T
+        begins, ends = spans.T
+        begins = np.minimum(begins, ends - 1)  # a token without characters counts as the one before its place
+        return np.asarray(np.maximum.accumulate(lasts)[np.searchsorted(firsts, ends) - 1] > begins)
 
 
 def chat(where: str, turns: object, *, train_on: TrainOn = "assistant", **beside: object) -> Example:

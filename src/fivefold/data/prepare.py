@@ -328,7 +328,7 @@ def _open(
             repeated=counts["repeated"],
             fraction=plan.fraction,
             bos=_bos_line(tokenizer, (*plan.stores, *plan.held)),
-            tokenizer=tokenizer.remarks(converses=_is_rendered((*plan.stores, *plan.held))),
+            tokenizer=_remarks(tokenizer, (*plan.stores, *plan.held)),
             columns=tuple(store.meta.columns for store in (*plan.stores, *plan.held) if store.meta.columns),
             ids=tuple(store.meta.ids for store in (*plan.stores, *plan.held) if store.meta.ids),
             answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
@@ -383,7 +383,7 @@ def _streamed(
             repeated=0,
             fraction=0.0 if stores else float(data.validation),  # type: ignore[arg-type]
             bos=_bos_line(tokenizer, (*first.stores, *stores)),
-            tokenizer=tokenizer.remarks(converses=_is_rendered((*first.stores, *stores))),
+            tokenizer=_remarks(tokenizer, (*first.stores, *stores)),
             columns=tuple(columns for _, columns, _ in read if columns),
             ids=tuple(ids for ids, _, _ in read if ids),
             answers_alone=tuple(line for _, _, alone in read for line in alone),
@@ -416,6 +416,12 @@ def _held_rows(stores: Stores, rows: StreamedRows, root: Path, say: Say) -> Pack
 def _is_rendered(stores: Stores) -> bool:
     """True if there are examples of records; those of token ids were rendered by another engine."""
     return any(store.meta.trained is not None and not store.meta.ids for store in stores)
+
+
+def _remarks(tokenizer: TokenizerInfo, stores: Stores) -> tuple[str, ...]:
+    """Lines about the tokenizer, and its template if conversations are written by it."""
+    converses = _is_rendered(stores)
+    return (*tokenizer.remarks(converses=converses), *(tokenizer.template.remarks() if converses else ()))
 
 
 def _bos_line(tokenizer: TokenizerInfo, stores: Stores) -> str:

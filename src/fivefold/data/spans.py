@@ -6,6 +6,9 @@ and ends, even if the template ends a turn differently when others follow.
 
 An answer begins where its generation prompt (`add_generation_prompt`) ends. Rendering a probe in place of an answer
 shows what the template writes before and after the words, and that it writes them at all.
+
+An answer ends with what the model must write for a server to stop: what the template writes behind it, `<|im_end|>`. If
+that is nothing (GLM-4.5), the token by which the next turn begins ends it, `<|user|>` or `<|observation|>`.
 """
 
 import re
@@ -58,14 +61,15 @@ def numbered(source: str) -> str:
 
 
 def find_spans(
-    write: Write, turns: Sequence[Turn], *, name: str, encloses: bool = False
+    write: Write, turns: Sequence[Turn], *, name: str, encloses: bool = False, marks: "Marks | None" = None
 ) -> tuple[str, dict[int, list[Span]]]:
     """The text of a conversation, and for each assistant turn the spans of its words, including the characters that end
     the turn. If the template `encloses` answers in `{% generation %}`, the spans are the enclosed ones, possibly
     several per turn.
 
     `write(turns, answer=False, is_numbered=False)` renders turns, with the template or its `numbered` form, and returns
-    the enclosed spans. `name`: of the template, for messages. Raises `UserError` if a turn cannot be located.
+    the enclosed spans. `name`: of the template, for messages. `marks`: see `Marks`. Raises `UserError` if a turn cannot
+    be located.
     """
     text, enclosed = write(turns)
     own = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
@@ -76,7 +80,7 @@ def find_spans(
         if encloses and len(enclosed) == len(own):
             return text, {number: [span] for number, span in zip(own, enclosed, strict=True)}
         raise UserError(f"{name} does not write turn after turn, and so does not tell whose a text is", fix=_FIX)
-    answers, questions = _Answers(write, turns, name, whole), dict[Any, str | None]()
+    answers, questions = _Answers(write, turns, name, whole, marks or Marks()), dict[Any, str | None]()
     spans: dict[int, list[Span]] = {number: [] for number in own}
     for number, span in whole.enclosed:
         spans.setdefault(number, []).append(span)
@@ -125,6 +129,35 @@ class _Written:
 
 
 @dataclass(frozen=True)
+class Marks:
+    """`tokens`: texts that are single tokens, and may end an answer. `tail`: what the template writes between the words
+    of an answer and the next turn; None if that is unknown."""
+
+    tokens: tuple[str, ...] = ()
+    tail: str | None = None
+
+    @classmethod
+    def of(cls, write: Write, tokens: tuple[str, ...], turns: Sequence[Turn]) -> "Marks":
+        """`turns`: an answer that says the probe, between two others."""
+        try:
+            _, is_there, tail = _Written.of(write, turns).part(1).rpartition(PROBE)
+        except Endless:
+            raise
+        except UserError:
+            is_there = ""
+        return cls(tokens, tail.strip() if is_there else None)
+
+    def ends(self, said: str) -> bool:
+        """True if a turn ends by itself: as answers do, or by another token, as calls (`<|call|>`)."""
+        return self.tail is None or (self.tail != "" and said.endswith((self.tail, *self.tokens)))
+
+    def first(self, text: str) -> str:
+        """The token that a text begins with, after space; empty if there is none."""
+        text = text.lstrip()
+        return max((token for token in self.tokens if text.startswith(token)), key=len, default="")
+
+
+@dataclass(frozen=True)
 class _Answers:
     """A conversation: `whole`, and with a `probe` in place of each answer, rendered on demand."""
 
@@ -132,6 +165,7 @@ class _Answers:
     turns: Sequence[Turn]
     name: str
     whole: _Written
+    marks: Marks
 
     @cached_property
     def probe(self) -> _Written:
@@ -181,7 +215,7 @@ class _Answers:
 
     def end(self, number: int) -> int:
         """The end of a turn, including its end marker: the beginning of the next turn, after an end marker in front of
-        it (Jamba), or the end of the text."""
+        it (Jamba), or the marker of that turn (GLM-4.5), or the end of the text."""
         start, stop = self.whole.turns[number]
         if number == len(self.turns) - 1:
             stop = len(self.whole.text) - len(self.asks_again)
@@ -192,7 +226,18 @@ class _Answers:
             stop = min(stop, len(until))
         elif self.whole.text.startswith(self.closing, stop):
             stop += 0 if self.whole.part(number).rstrip().endswith(self.closing) else len(self.closing)
-        return start + len(self.whole.text[start:stop].rstrip())
+        said = self.whole.text[start:stop].rstrip()
+        is_ended = self.marks.ends(said) or (self.closing and said.endswith(self.closing))
+        return start + len(said) if is_ended else self._with_mark(number, start + len(said))
+
+    def _with_mark(self, number: int, end: int) -> int:
+        """The end of a turn that the marker of the next one ends. Of two answers in a row the second one's does not: it
+        asks for more."""
+        following = (turn["role"] for at, turn in enumerate(self.turns) if at > number and self.whole.part(at))
+        behind = self.whole.text[end:]
+        mark = "" if next(following, "assistant") == "assistant" else self.marks.first(behind)
+        is_all = behind.strip() == mark  # of a last turn that says nothing; behind the end of a text EOS is trained
+        return end if is_all else end + behind.index(mark) + len(mark)
 
     @cached_property
     def closing(self) -> str:

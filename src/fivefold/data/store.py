@@ -48,7 +48,7 @@ from fivefold.data.windows import Encoded, Encoder
 
 BLOCK = 16_384  # tokens
 _VERSION = 2  # 1 had no checksums and no BOS
-_READING = 4  # raise when the same records give other documents or other trained tokens
+_READING = 5  # raise when the same records give other documents or other trained tokens
 _KIND = "fivefold token store"
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1_000_000
@@ -293,7 +293,7 @@ def store_folder(files: FileList, content: str, tokenizer: TokenizerInfo, root: 
 def made_by(files: FileList, tokenizer: TokenizerInfo) -> list[Any]:
     """The hashes, besides those of the texts, that determine the tokens of a source."""
     # Records may be examples, rendered by the template; that is known only once they are read.
-    written = [tokenizer.template.digest for _, form in files.files[:1] if isinstance(form, Records)]
+    written = [[tokenizer.template.digest, _READING] for _, form in files.files[:1] if isinstance(form, Records)]
     return [tokenizer.digest, tokenizer.bos_token_ids, *written]
 
 
@@ -437,7 +437,7 @@ class StoreWriter:
         texts = [text for side in both for text in side]
         is_example = any(text.trained is not None for text in texts)
         strings = [text.text for text in texts]
-        sequences = map(self._sequence, texts, Encoder(tokenizer, with_ends=is_example).encode(strings))
+        sequences = map(self._sequence, texts, Encoder(tokenizer, with_spans=is_example).encode(strings))
         with encoding(self.tokenizer.folder, tokenizer, strings):
             for document, sides in zip(batch, both, strict=True):
                 self.numbers.extend(getattr(document, "numbers", ()))
@@ -479,7 +479,7 @@ class StoreWriter:
         if text.trained is None:
             return [(token, _NO_MARKS) for token in tokens if len(token)]
         is_last = bool(text.trained) and text.trained[-1][1] == len(text.text)
-        flags = [np.zeros(len(front)), *(text.is_trained(part.ends) for part in parts), np.full(len(ends), is_last)]
+        flags = [np.zeros(len(front)), *(text.is_trained(part.spans) for part in parts), np.full(len(ends), is_last)]
         return [(part, flag.astype(np.uint8)) for part, flag in zip(tokens, flags, strict=True) if len(part)]
 
     def _meta(self, content: str, tokens: int, ids: str, columns: str, answers: tuple[str, ...]) -> StoreMeta:

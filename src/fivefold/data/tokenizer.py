@@ -39,7 +39,7 @@ Bos = Literal["auto"] | bool  # `data.bos`
 EOS = "<|endoftext|>"
 _BYTES = 256
 _TRAIN_VERSION = 2  # raise when the result of `train:N` changes
-_READ_VERSION = 1  # raise when the cached facts of a folder change
+_READ_VERSION = 2  # raise when the cached facts of a folder change
 _SAMPLE_CHARACTERS = 4_000_000  # a byte-level BPE of some thousand entries changes little after that
 _SAMPLE_FILES = 2048
 _CHECKSUMS = "checksums.json"  # checksums of the files of a cached folder
@@ -307,9 +307,9 @@ def _inspect(folder: Path, root: Path, hub_id: str) -> TokenizerInfo:
         bos=facts["bos"] if facts["bos"].isprintable() else repr(facts["bos"]),
         saved=read,
         splits_special=facts["splits_special"],
-        template=ChatTemplate(special=facts["special"])
+        template=ChatTemplate(special=facts["special"], tokens=tuple(facts["ends"]))
         if templates is None
-        else ChatTemplate(templates, facts["special"], f"the chat template of {folder}"),
+        else ChatTemplate(templates, facts["special"], f"the chat template of {folder}", tuple(facts["ends"])),
         kind=facts["class"],
         overrules=facts["overrules"],
     )

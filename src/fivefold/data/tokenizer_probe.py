@@ -60,6 +60,8 @@ def read(folder: str, out: str, hub_id: str = "") -> str | None:
         "bos_token_id": read.bos_token_id,
         "bos": "".join(str(tokenizer.id_to_token(number)) for number in first),
         "special": read.special_tokens_map,
+        # BOS begins texts, and ends no answer.
+        "ends": [token for token in added if token.strip() and token not in {read.bos_token} - {read.eos_token}],
         "chat_template": templates,
     }
     read.save_pretrained(out)

@@ -21,7 +21,7 @@ that looks far no text is split.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,10 +35,11 @@ _TOGETHER = 16  # windows
 
 
 class Encoded(NamedTuple):
-    """The tokens of a part of a text, uint32 [tokens], and the end character of each, if requested."""
+    """The tokens of a part of a text, uint32 [tokens], and the characters of each, int64 [tokens, 2], if requested:
+    without the space that a token with `lstrip` or `rstrip` takes in, which is no part of what it stands for."""
 
     ids: NDArray[np.uint32]
-    ends: list[int]
+    spans: NDArray[np.int64]
 
 
 class _Window(NamedTuple):
@@ -51,10 +52,10 @@ class _Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes texts by a `Tokenizer` of `tokenizers`; `with_ends` also reports where tokens end."""
+    """Encodes texts by a `Tokenizer` of `tokenizers`; `with_spans` also reports their characters."""
 
     tokenizer: Any
-    with_ends: bool
+    with_spans: bool
 
     def encode(self, texts: Sequence[str]) -> Iterator[list[Encoded]]:
         """The tokens of each text, part after part."""
@@ -67,13 +68,28 @@ class Encoder:
     def _can_join(self) -> bool:
         return not looks_far(self.tokenizer)
 
+    @cached_property
+    def _strip(self) -> dict[int, Any]:
+        """The added tokens that take in the space in front of them, or behind them, by their ids."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {number: token for number, token in added.items() if token.lstrip or token.rstrip}
+
     def _each(self, texts: list[str], firsts: Iterable[int] = repeat(0)) -> Iterator[Encoded]:
         """The tokens of parts of a text that begin at the characters `firsts`."""
         # The fast one does not return offsets.
-        many = self.tokenizer.encode_batch if self.with_ends else self.tokenizer.encode_batch_fast
-        for encoding, first in zip(many(texts, add_special_tokens=False), firsts, strict=False):
-            ends = [first + end for _, end in encoding.offsets] if self.with_ends else []
-            yield Encoded(np.array(encoding.ids, np.uint32), ends)
+        many = self.tokenizer.encode_batch if self.with_spans else self.tokenizer.encode_batch_fast
+        for text, encoding, first in zip(texts, many(texts, add_special_tokens=False), firsts, strict=False):
+            ids = np.array(encoding.ids, np.uint32)
+            spans = self._characters(text, ids, encoding.offsets) if self.with_spans else np.empty((0, 2), np.int64)
+            yield Encoded(ids, spans + first)
+
+    def _characters(self, text: str, ids: NDArray[np.uint32], offsets: list[tuple[int, int]]) -> NDArray[np.int64]:
+        spans = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
+        for at in np.flatnonzero(np.isin(ids, [*self._strip])) if self._strip else ():
+            (begin, end), token = spans[at], self._strip[int(ids[at])]
+            begin += (end - begin - len(text[begin:end].lstrip())) * token.lstrip
+            spans[at] = begin, begin + len(text[begin:end].rstrip() if token.rstrip else text[begin:end])
+        return spans
 
     def _windows(self, text: str) -> Iterator[_Window]:
         firsts = range(0, len(text) - _SHARED, _STEP)
@@ -89,7 +105,7 @@ class Encoder:
         for following in windows:
             if cut := _cut(tokens.ids, following, by_word=by_word):
                 end = len(tokens.ids) - len(following.shared) + cut
-                parts.append(Encoded(tokens.ids[begin:end], tokens.ends[begin:end]))
+                parts.append(Encoded(tokens.ids[begin:end], tokens.spans[begin:end]))
                 (first, tokens, _), begin, merged = following, cut, 1
                 continue
             more = islice(windows, merged - 1)  # double the number of merged windows each time
@@ -97,7 +113,7 @@ class Encoder:
             before, tokens, merged = tokens, next(self._each([text[first:last]], [first])), 2 * merged
             if not np.array_equal(tokens.ids[:begin], before.ids[:begin]):  # an earlier join was wrong
                 return list(self._each([text]))
-        return [*parts, Encoded(tokens.ids[begin:], tokens.ends[begin:])]
+        return [*parts, Encoded(tokens.ids[begin:], tokens.spans[begin:])]
 
 
 def _is_by_word(tokenizer: Any) -> bool:

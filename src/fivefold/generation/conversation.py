@@ -8,7 +8,7 @@ import torch
 
 from fivefold.core.errors import UserError
 from fivefold.data.chat import ChatTemplate
-from fivefold.data.spans import Endless, Turn
+from fivefold.data.spans import Turn
 from fivefold.generation import GenerateRequest
 from fivefold.generation.decode import Seen
 from fivefold.generation.opened import Opened
@@ -17,7 +17,6 @@ from fivefold.launch.told import told
 from fivefold.launch.world import World
 
 HELP = "/reset forgets what was said, /exit ends (so do Ctrl-D and Ctrl-C)"
-_PROBE = "ok"
 
 
 def asked_ids(opened: Opened, turns: Sequence[Turn], tools: Sequence[Any] | None = None) -> list[int]:
@@ -31,16 +30,9 @@ def asked_ids(opened: Opened, turns: Sequence[Turn], tools: Sequence[Any] | None
 
 def end_of_turn(template: ChatTemplate) -> str:
     """The end marker of a template's answers, such as `<|im_end|>`; empty if unknown. Extra text after the last answer
-    is left out if it begins with the marker of earlier answers (Phi-3)."""
-    turns: list[Turn] = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}] * 2
-    try:
-        text, spans = template.answers(turns)
-    except Endless:
-        raise
-    except UserError:
-        return ""
-    early, last = (text[spans[at][0][0] : spans[at][-1][1]].rpartition(_PROBE)[2].strip() for at in (1, 3))
-    return early if early and last.startswith(early) else last
+    is left out if it begins with the marker of earlier answers (Phi-3), and so is its lack (GLM-4.5)."""
+    early, last = template.ends or ("", "")
+    return early if not last or (early and last.startswith(early)) else last
 
 
 def endings(opened: Opened) -> tuple[tuple[int, ...], tuple[str, ...]]:
