@@ -430,7 +430,7 @@ def test_rows_of_before_a_repair_do_not_survive_it(tmp_path: Path, monkeypatch: 
 
     records, answers = [{"messages": TALK}], ChatTemplate.answers
     with monkeypatch.context() as patch:  # an earlier version
-        patch.setattr(store, "_READING", 2)
+        patch.setattr(store, "READING", 2)
         patch.setattr(ChatTemplate, "answers", lambda *given, **more: whole(*answers(*given, **more)))
         before = read(tmp_path, records)
     now = read(tmp_path, records)

@@ -172,8 +172,8 @@ class NumberedText(str):
 @dataclass(frozen=True)
 class TokenIds:
     """A document of token ids, integers [tokens], and its place for messages. `trained`: a mask of the trained tokens;
-    None: all of them, of a document that may be cut over rows. `is_whole`: BOS and EOS belong around it. `tokenizer`:
-    the name of the tokenizer that made it, if it is told."""
+    None: all of them, of a document that may be cut over rows. `is_whole`: BOS and EOS belong around it. `is_packed`:
+    it is one of a packed row. `tokenizer`: the name of the tokenizer that made it, if it is told."""
 
     where: str
     ids: NDArray[np.integer]
@@ -181,6 +181,7 @@ class TokenIds:
     is_whole: bool = True
     numbers: tuple[float, ...] = ()
     tokenizer: str = ""
+    is_packed: bool = False
 
     def __len__(self) -> int:
         return len(self.ids)

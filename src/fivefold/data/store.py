@@ -48,7 +48,7 @@ from fivefold.data.windows import Encoded, Encoder
 
 BLOCK = 16_384  # tokens
 _VERSION = 2  # 1 had no checksums and no BOS
-_READING = 4  # raise when the same records give other documents or other trained tokens
+READING = 5  # raise when the same records give other documents or other trained tokens
 _KIND = "fivefold token store"
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1_000_000
@@ -286,7 +286,7 @@ def content_key(files: FileList, root: Path) -> str:
 
 def store_folder(files: FileList, content: str, tokenizer: TokenizerInfo, root: Path) -> Path:
     """The folder of the token store of a source with these contents."""
-    return root / "stores" / key_of(_VERSION, _READING, content, *made_by(files, tokenizer))
+    return root / "stores" / key_of(_VERSION, READING, content, *made_by(files, tokenizer))
 
 
 def made_by(files: FileList, tokenizer: TokenizerInfo) -> list[Any]:
@@ -486,7 +486,8 @@ class StoreWriter:
         files = {name: file_checksum(self.folder / name) for name in names}
         # A text determines its tokens. A record does not: the template and the trained part matter too. So the digest
         # covers the tokens, as rows and checkpoints of other tokens belong to other data.
-        made = [files["checksums.npy"]] if self.ended and not self.examples else [*files.values()] * bool(self.examples)
+        made = [files["checksums.npy"]] if self.ended and not self.examples else []
+        made = [*files.values()] if self.examples or self.ids.packed else made
         return StoreMeta(
             kind=_KIND,
             version=_VERSION,

@@ -32,7 +32,7 @@ from fivefold.core.integrity import DamagedError, check_file, file_checksum, rea
 from fivefold.data.examples import Document
 from fivefold.data.records import MOST_FORMS, check_used, columns_read
 from fivefold.data.source import FileList, Format, Part, Source, reading
-from fivefold.data.store import TOKENS, TRAINED, Say, StoreWriter, TokenStore, made_by, unit_meta
+from fivefold.data.store import READING, TOKENS, TRAINED, Say, StoreWriter, TokenStore, made_by, unit_meta
 from fivefold.data.token_ids import TokenIdsReport
 from fivefold.data.tokenizer import TokenizerInfo
 
@@ -360,7 +360,7 @@ def _folder(files: FileList, tokenizer: TokenizerInfo, root: Path, kind: str) ->
     is_path = glob.has_magic(source.path) or path.exists()
     named = [str(path.absolute()) if is_path else source.path, source.format, source.text_key, source.train_on]
     kinds = [source.pairs, source.rates, list(source.numbers), sorted(source.columns.items())]
-    return root / kind / key_of(_VERSION, named, kinds, made_by(files, tokenizer))
+    return root / kind / key_of(_VERSION, READING, named, kinds, made_by(files, tokenizer))
 
 
 def _state(files: FileList) -> list[list[Any]]:
