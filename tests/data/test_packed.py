@@ -1,4 +1,4 @@
-"""Rows that another engine packed: their documents are those that its columns bound, whatever the format of the file."""
+"""Rows that another engine packed: their documents are those that its columns bound, in any format of file."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from pytest import Subtests
 from fivefold.data import IGNORE, PreparedData, prepare
 from tests.data.helpers import config_for, segments, whole
 from tests.data.test_formats import refusal
-from tests.data.test_token_files import documents, line_of, read, save_to_disk
+from tests.data.test_token_files import documents, line_of, read
 
 ROW = [1, 2, 3, 11, 12, 21, 22, 23]
 APART = [([1, 2, 3], [2, 3]), ([11, 12], [12]), ([21, 22, 23], [22, 23])]

@@ -77,7 +77,7 @@ class RunFile:
         if node is None:
             raise UserError(
                 f"{file.name} is empty",
-                fix="leave it out to run the demo, or write {} for a run with every key at its default",
+                fix="leave it out to run the demo, or name a model and a text, as docs/howto/run_file.md does",
                 more=READ_MORE,
             )
         file.tree = file._built(node)
@@ -185,7 +185,7 @@ class RunFile:
             data = self.tree["data"] = {}
         if not isinstance(data, dict):
             return None
-        given = data.get(side, "python-stdlib" if side == "train" else None)
+        given = data.get(side) or ([{}] if side == "train" else None)
         if not given or not isinstance(given, str | dict | list):
             return None
         items = given if isinstance(given, list) else [given]

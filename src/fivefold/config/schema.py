@@ -44,6 +44,7 @@ from fivefold.parallel.experts.keys import ExpertKeys
 from fivefold.parallel.layout import KEYS, Compute, Layout
 
 DEMO = Path(__file__).with_name("demo.yaml")
+DEMO_TEXT = "python-stdlib"
 DEFAULT_MAX_STEPS = 1000
 LENGTHS = ("max_steps", "max_tokens", "max_epochs")  # keys of `train` for the length of a run; only one may be set
 MOST_NAME_BYTES = 240  # of a file; file systems take 255, and written names get a few letters more
@@ -84,7 +85,8 @@ def _known_optimizer(name: str) -> str:
 
 
 def _sources(value: Any) -> Any:
-    """Convert one path, one source or a list of both to a list of sources."""
+    """Convert one path, one source or a list of both to a list of sources; nothing is none."""
+    value = [] if value is None else value
     items = value if isinstance(value, list | tuple) else [value]
     return [{"path": item} if isinstance(item, str) else item for item in items]
 
@@ -225,9 +227,9 @@ _Sources = str | DataSource | list[str | DataSource]  # the accepted forms
 
 
 class DataSection(Section):
-    train: Annotated[
-        tuple[DataSource, ...], BeforeValidator(_sources, json_schema_input_type=_Sources), Field(min_length=1)
-    ] = Field(default=(DataSource(path="python-stdlib"),), description="training text: a path, or a list of sources")
+    train: Annotated[tuple[DataSource, ...], BeforeValidator(_sources, json_schema_input_type=_Sources)] = Field(
+        default=(), description="training text: a path, or a list of sources; the model demo alone has text of its own"
+    )
     validation: Annotated[
         float | tuple[DataSource, ...],
         BeforeValidator(_fraction_or_sources, json_schema_input_type=float | _Sources),
@@ -744,13 +746,18 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete_shape(cls, values: Any) -> Any:
-        """Set unset keys for a built-in shape, which has no weights and no tokenizer: init, tokenizer, row length."""
+        """Set unset keys for a built-in shape, which has no weights and no tokenizer: init, tokenizer, row length; and
+        for the demo its text."""
         model, tokenizer, data = (_section(values, name) for name in ("model", "tokenizer", "data"))
         if model is None or tokenizer is None or data is None:
             return values
-        folder = shape_folder(str(model.get("name_or_path", ModelSection().name_or_path)))
+        demo = ModelSection().name_or_path
+        name = str(model.get("name_or_path", demo))
+        folder = shape_folder(name)
         if folder is None:
             return values
+        if name == demo and "train" not in data:
+            data = {**data, "train": DEMO_TEXT}
         if tokenizer.get("name_or_path", "auto") == "auto":
             tokenizer = {**tokenizer, "name_or_path": SHAPE_TOKENIZER}
         if "seq_length" not in data and (longest := _positions(folder, model)):
@@ -922,6 +929,16 @@ def check_supported(config: RunConfig) -> None:
             f"model.init is pretrained, but {config.model.name_or_path} is a built-in shape, which has no weights",
             fix="set model.init: random, or name a Hugging Face folder or hub id",
             more=READ_MORE,
+        )
+
+
+def check_named(config: RunConfig) -> None:
+    """Raise `UserError` if the run names no text to train on."""
+    if not config.data.train:
+        raise UserError(
+            "data.train is not set: no text to train on is named",
+            fix='name your own: data: {train: "texts/*.jsonl"} in the run file, or data.train=notes.txt behind it',
+            more="docs/howto/data.md, 'Name the sources'",
         )
 
 

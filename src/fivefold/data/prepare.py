@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.config import DataSource, ObjectiveSection, RunConfig, check_streaming
+from fivefold.config import DataSource, ObjectiveSection, RunConfig, check_named, check_streaming
 from fivefold.core import history
 from fivefold.core.cache import Progress, cache_root, key_of, say_aloud
 from fivefold.core.errors import UserError
@@ -111,6 +111,7 @@ def inputs(
 
 
 def _files(config: RunConfig, root: Path) -> tuple[list[FileList], list[FileList]]:
+    check_named(config)
     formats, objective = discover(), config.objective
     held = config.data.validation
     lists = {"data.train": config.data.train, "data.validation": held if isinstance(held, tuple) else ()}
@@ -330,6 +331,7 @@ def _open(
             columns=tuple(store.meta.columns for store in (*plan.stores, *plan.held) if store.meta.columns),
             ids=tuple(store.meta.ids for store in (*plan.stores, *plan.held) if store.meta.ids),
             answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
+            held=tuple(one.name for one in held),
         ),
         fingerprint=plan.key,
     )
@@ -384,7 +386,9 @@ def _streamed(
             columns=tuple(columns for _, columns, _ in read if columns),
             ids=tuple(ids for ids, _, _ in read if ids),
             answers_alone=tuple(line for _, _, alone in read for line in alone),
-            streamed=f"{many(total, 'unit')} of text in {many(rows.order.windows, 'window')}; of the first window:",
+            streamed=f"{', '.join(one.name for one in train)}: {many(total, 'unit')} of text in "
+            f"{many(rows.order.windows, 'window')}; of the first window:",
+            held=tuple(one.name for one in validation),
         ),
         fingerprint=key_of(rows.fingerprint, [[store.meta.content, store.meta.tokenizer] for store in stores]),
     )
