@@ -33,6 +33,7 @@ from fivefold.core.folder_config import read_folder_config
 from fivefold.core.keys import LayoutKey, moved
 from fivefold.core.model_limits import UNKNOWN, ModelLimits
 from fivefold.core.named_code import NamedCode
+from fivefold.core.objectives import OBJECTIVES, OF_TEXTS
 from fivefold.core.optimizers import OPTIMIZERS, with_key
 from fivefold.core.shapes import shape_folder
 from fivefold.core.state_dtypes import StateDtype
@@ -80,6 +81,13 @@ def _findable(path: str) -> str:
 def _known_optimizer(name: str) -> str:
     if name not in OPTIMIZERS:
         *others, last = map(repr, OPTIMIZERS)
+        raise PydanticCustomError("literal_error", f"Input should be {', '.join(others)} or {last}")
+    return name
+
+
+def _known_objective(name: str) -> str:
+    if name not in (*OF_TEXTS, *OBJECTIVES):
+        *others, last = map(repr, (*OF_TEXTS, *OBJECTIVES))
         raise PydanticCustomError("literal_error", f"Input should be {', '.join(others)} or {last}")
     return name
 
@@ -337,10 +345,11 @@ class LaunchSection(Section):
 class ObjectiveSection(Section):
     """The objective of the training; `training/objectives.py` has the formulas."""
 
-    name: Literal["sft", "distill", "dpo", "ipo", "orpo", "simpo", "kto", "python"] = Field(
+    name: Annotated[str, AfterValidator(_known_objective)] = Field(
         default="sft",
         description="sft: the likelihood of the text; distill: and what a teacher says; of pairs of answers: dpo, ipo, "
         "orpo, simpo; of rated ones: kto; python: a function of your own",
+        json_schema_extra={"enum": [*OF_TEXTS, *OBJECTIVES], "type": "string"},
     )
     path: PathText = Field(
         default="",
@@ -374,7 +383,12 @@ class ObjectiveSection(Section):
     @property
     def has_answers(self) -> bool:
         """True if the objective is defined on answers, in pairs or rated, instead of text."""
-        return self.name not in ("sft", "distill", "python")
+        return self.name in OBJECTIVES
+
+    @property
+    def is_rated(self) -> bool:
+        """True if single answers are rated, in place of pairs."""
+        return self.has_answers and OBJECTIVES[self.name].is_rated
 
     @property
     def is_own(self) -> bool:
@@ -384,7 +398,7 @@ class ObjectiveSection(Section):
     @property
     def compares(self) -> bool:
         """True if answers are compared with a reference model."""
-        return self.name in ("dpo", "ipo", "kto")
+        return self.has_answers and OBJECTIVES[self.name].needs_reference
 
     @model_validator(mode="after")
     def _fits(self) -> "ObjectiveSection":
@@ -1021,9 +1035,9 @@ def check_best(config: RunConfig, *, has_validation: bool = True) -> None:
         what, fix = "no text is held out", "set data.validation to a part of the documents, or to files"
     elif "rewards" in metric and not objective.has_answers:
         what = f"eval.metric {metric} is one of answers, and objective.name is {objective.name}"
-    elif metric == "eval/rewards/accuracies" and objective.name == "kto":
+    elif metric == "eval/rewards/accuracies" and objective.is_rated:
         what, fix = (
-            f"{metric} is one of pairs of answers, and kto rates single ones",
+            f"{metric} is one of pairs of answers, and {objective.name} rates single ones",
             "eval.metric: eval/rewards/margins",
         )
     if what:

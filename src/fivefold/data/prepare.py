@@ -142,7 +142,7 @@ def _check_objective(config: RunConfig, stores: Sequence[tuple[FileList, TokenSt
                 f"objective.columns is {list(config.objective.columns)}",
                 fix="name the records that it was made from", more="docs/howto/losses.md",
             )  # fmt: skip
-        if store.meta.rated != (name == "kto") and store.meta.pairs:  # an older store
+        if store.meta.rated != config.objective.is_rated and store.meta.pairs:  # an older store
             raise UserError(
                 f"{files.source.label}: {files.name} holds {'rated answers' if store.meta.rated else 'pairs'}, and "
                 f"objective.name is {name}",
@@ -166,7 +166,7 @@ def _source(given: DataSource, label: str, objective: ObjectiveSection) -> Sourc
         )
     return Source(
         given.path, label, given.format, given.text_key, dict(given.columns.items()), given.train_on,
-        pairs=objective.has_answers, rates=objective.name == "kto", numbers=objective.columns,
+        pairs=objective.has_answers, rates=objective.is_rated, numbers=objective.columns,
     )  # fmt: skip
 
 
