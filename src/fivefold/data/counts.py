@@ -63,8 +63,8 @@ class DataCounts:
 
     `fraction` is the requested held-out part, 0 for none or a list. `bos` describes the tokens in front of the
     documents. `streamed`: the units of a run that tokenises while training; then all other counts are of its first
-    window. `columns`, `ids`, `answers_alone`: see `StoreMeta`. `tokenizer`: its unexpected properties. `held`: names
-    of the sources of a validation list.
+    window. `columns`, `ids`, `answers_alone`, `odd`: see `StoreMeta`. `tokenizer`: its unexpected properties. `held`:
+    names of the sources of a validation list.
     """
 
     files: int
@@ -85,6 +85,7 @@ class DataCounts:
     tokenizer: tuple[str, ...] = ()
     streamed: str = ""
     held: tuple[str, ...] = ()
+    odd: tuple[str, ...] = ()
 
     @property
     def held_out(self) -> float:
@@ -107,6 +108,7 @@ class DataCounts:
             *(f"tokenizer   {line}" for line in self.tokenizer),
             *(f"columns     {line}" for line in dict.fromkeys(self.columns)),
             *(f"token ids   {line}" for line in dict.fromkeys(self.ids)),
+            *(f"characters  {line}" for line in dict.fromkeys(self.odd)),
         ]
         if remarks := self._remarks():
             lines.append("note        " + "; ".join(remarks))

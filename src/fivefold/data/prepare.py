@@ -332,6 +332,7 @@ def _open(
             ids=tuple(store.meta.ids for store in (*plan.stores, *plan.held) if store.meta.ids),
             answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
             held=tuple(one.name for one in held),
+            odd=tuple(store.meta.odd for store in (*plan.stores, *plan.held) if store.meta.odd),
         ),
         fingerprint=plan.key,
     )
@@ -362,7 +363,7 @@ def _streamed(
     _check_rows(first.counts, data.seq_length)
     read = [
         *settings_of(units, rows.first),
-        *((store.meta.ids, store.meta.columns, store.meta.answers_alone) for store in stores),
+        *((store.meta.ids, store.meta.columns, store.meta.answers_alone, store.meta.odd) for store in stores),
     ]
     total = sum(len(source.units) for source in units)
     return PreparedData(
@@ -383,9 +384,10 @@ def _streamed(
             fraction=0.0 if stores else float(data.validation),  # type: ignore[arg-type]
             bos=_bos_line(tokenizer, (*first.stores, *stores)),
             tokenizer=tokenizer.remarks(converses=_is_rendered((*first.stores, *stores))),
-            columns=tuple(columns for _, columns, _ in read if columns),
-            ids=tuple(ids for ids, _, _ in read if ids),
-            answers_alone=tuple(line for _, _, alone in read for line in alone),
+            columns=tuple(columns for _, columns, _, _ in read if columns),
+            ids=tuple(ids for ids, _, _, _ in read if ids),
+            answers_alone=tuple(line for _, _, alone, _ in read for line in alone),
+            odd=tuple(odd for _, _, _, odd in read if odd),
             streamed=f"{', '.join(one.name for one in train)}: {many(total, 'unit')} of text in "
             f"{many(rows.order.windows, 'window')}; of the first window:",
             held=tuple(one.name for one in validation),

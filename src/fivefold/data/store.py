@@ -13,6 +13,7 @@ meta.json       sizes and checksums, the tokenizer, and the kind of the records
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -39,6 +40,7 @@ from fivefold.core.integrity import (
     signed,
     trust,
 )
+from fivefold.core.units import many
 from fivefold.data.examples import Document, Preference, Text, TokenIds
 from fivefold.data.records import Records, check_columns, check_plain, check_used, columns_read
 from fivefold.data.source import FileList, reading
@@ -60,6 +62,11 @@ Say = Callable[[str], None]
 # Tokens of a document with their marks for `trained.bin`; a text has no marks.
 Tokens = tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]
 _NO_MARKS = np.empty(0, np.uint8)
+# Characters that few texts mean to have -> what they are.
+_ODD = {
+    "\r": "carriage returns (\\r, as in line ends of Windows)", "\0": "NUL characters",
+    "\ufffd": "U+FFFD, which stands for bytes that were decoded wrongly", "\ufeff": "byte order marks",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class StoreMeta:
     `ids`: the report on documents that another engine tokenised. `files`: the checksum of each array. `trained`: number
     of trained tokens of documents that are examples; None for texts, which are trained as a whole. `pairs`: every
     document is a pair of answers; `rated`: the first of the two is rated, and the second is the answer to another
-    prompt. `numbers`: the columns of numbers.npy.
+    prompt. `numbers`: the columns of numbers.npy. `odd`: the report on odd characters in texts.
     """
 
     kind: str
@@ -93,6 +100,7 @@ class StoreMeta:
     columns: str = ""
     ids: str = ""
     numbers: tuple[str, ...] = ()
+    odd: str = ""
 
 
 @dataclass(frozen=True)
@@ -357,6 +365,7 @@ class StoreWriter:
         self.lengths, self.hashes, self.numbers = array("q"), array("Q"), array("d")
         self.ids = TokenIdsReport(self.tokenizer)
         self.left_out: dict[str, None] = {}  # keys of all turns that the template left out
+        self.odd: Counter[str] = Counter()  # documents with each of `_ODD`
         self.examples = self.pairs = self.rated = self.trained = self.ended = 0
 
     def __enter__(self) -> "StoreWriter":
@@ -411,7 +420,11 @@ class StoreWriter:
         if self.columns:
             np.save(self.folder / _NUMBERS, np.array(self.numbers).reshape(-1, len(self.columns)))
         meta = self._meta(
-            content, int(offsets[-1]), self.ids.line(files.name), *columns_read(files, tuple(self.left_out))
+            content,
+            int(offsets[-1]),
+            self.ids.line(files.name),
+            *columns_read(files, tuple(self.left_out)),
+            odd_line(files.name, self.odd),
         )
         (self.folder / "meta.json").write_text(signed(asdict(meta)), encoding="utf-8")
 
@@ -420,7 +433,7 @@ class StoreWriter:
         if isinstance(document, TokenIds):
             return []
         if isinstance(document, str):
-            return [Text(document)]
+            return self._looked_at([Text(document)])
         self.examples += 1
         eos = tokenizer.id_to_token(self.tokenizer.eos_token_id) or ""
         self.pairs += isinstance(document, Preference)
@@ -428,6 +441,11 @@ class StoreWriter:
         each = [document.first, document.second] if isinstance(document, Preference) else [document]
         texts = [example.rendered(self.tokenizer.template, eos) for example in each]
         self.left_out |= dict.fromkeys(what for text in texts for what in text.left_out)
+        return self._looked_at(texts)
+
+    def _looked_at(self, texts: list[Text]) -> list[Text]:
+        """The texts of a document, whose odd characters are counted."""
+        self.odd.update(character for character in _ODD if any(character in text.text for text in texts))
         return texts
 
     def _tokens(self, batch: list[Document], tokenizer: Any) -> Iterator[Tokens]:
@@ -481,7 +499,7 @@ class StoreWriter:
         flags = [np.zeros(len(front)), *(text.is_trained(part.ends) for part in parts), np.full(len(ends), is_last)]
         return [(part, flag.astype(np.uint8)) for part, flag in zip(tokens, flags, strict=True) if len(part)]
 
-    def _meta(self, content: str, tokens: int, ids: str, columns: str, answers: tuple[str, ...]) -> StoreMeta:
+    def _meta(self, content: str, tokens: int, ids: str, columns: str, answers: tuple[str, ...], odd: str) -> StoreMeta:
         names = (*_ARRAYS, *[TRAINED] * bool(self.examples), *[_NUMBERS] * bool(self.columns))
         files = {name: file_checksum(self.folder / name) for name in names}
         # A text determines its tokens. A record does not: the template and the trained part matter too. So the digest
@@ -508,7 +526,14 @@ class StoreWriter:
             columns=columns,
             ids=ids,
             numbers=self.columns,
+            odd=odd,
         )
+
+
+def odd_line(name: str, odd: Mapping[str, int]) -> str:
+    """The report on odd characters: how many documents have each of them; empty if there are none."""
+    said = [f"{many(odd[character], 'document')} with {what}" for character, what in _ODD.items() if odd.get(character)]
+    return f"{name}: {'; '.join(said)}: trained as they are" if said else ""
 
 
 def block_hashes(parts: Iterable[NDArray[np.unsignedinteger]], size: int) -> list[int]:
