@@ -130,12 +130,7 @@ def test_what_people_write_is_resolved(subtests: pytest.Subtests, here: Path) ->
         ("data.train=[a.txt,b.jsonl]", lambda c: [s.path for s in c.data.train], ["a.txt", "b.jsonl"]),
         ("data.train=[{path: a, text_key: body}, b]", lambda c: c.data.train[0].text_key, "body"),
         ("data.train={path: a, weight: 2}", lambda c: c.data.train[0].weight, 2.0),
-        (
-            "data.train.text_key=body",
-            lambda c: [(s.path, s.text_key) for s in c.data.train],
-            [("python-stdlib", "body")],
-        ),
-        ("data.train[0].text_key=body", lambda c: c.data.train[0].text_key, "body"),
+        ("data={train: a, validation: 0}", lambda c: [s.path for s in c.data.train], ["a"]),
         ("data.train.0.path=a.txt", lambda c: c.data.train[0].path, "a.txt"),
         ("train.compile=true", lambda c: c.train.compile, True),
         ("train.compile=auto", lambda c: c.train.compile, "auto"),
@@ -282,7 +277,7 @@ ERRORS = [
         "moments",
     ),
     ("model: {overrides: 3}", "run.yaml:1 model.overrides is 3; it should be a section of keys", "config.json"),
-    ("data: {train: []}", "run.yaml:1 data.train is []; it should have at least 1 item, not 0", "a list of sources"),
+    ("data: {train: 3}", "run.yaml:1 data.train is 3; it should be a section", None),
     (
         "log:\n  to: wandb2",
         "run.yaml:2 log.to is 'wandb2'; it should be 'jsonl', 'tensorboard'",

@@ -21,7 +21,7 @@ def own(folder: Path, columns: tuple[str, ...] = ("weight", "sign"), **changes: 
     lines = []
     for number, length in enumerate(LENGTHS):
         text = chr(ord("a") + number) * length
-        said = {"prompt": "?", "completion": text} if changes.get("format") == "completion" else {"text": text}
+        said = {"prompt": "?", "completion": text or "-"} if changes.get("format") == "completion" else {"text": text}
         lines.append(json.dumps(said | {"weight": 0.5 + number, "sign": -number}) + "\n")
     file.write_text("".join(lines))
     tree = config_for([{"path": str(file), **changes}], seq_length=200 if changes else 61).model_dump(by_alias=True)

@@ -188,7 +188,8 @@ def test_what_the_header_says(tmp_path: Path) -> None:
         f"weight 2 = {200 * tokens[1] / total:.1f}% of the tokens read"
     )
     assert len(said) == 3
-    assert not [line for line in prepared(tmp_path, [2], [29]).counts.lines() if line.startswith("source ")]
+    (alone,) = (line for line in prepared(tmp_path, [2], [29]).counts.lines() if line.startswith("source "))
+    assert alone.startswith(f"source      {tmp_path / '0.jsonl'}: 29 documents, ") and alone.endswith("to train on")
     many = prepared(tmp_path, None, [2] * 15).counts.lines()
     assert [line for line in many if line.startswith("source ")][-1] == "source      ... and 3 more"
 

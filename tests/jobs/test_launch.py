@@ -95,7 +95,7 @@ def test_what_does_not_travel_is_refused(run_yaml: Path, tmp_path: Path, subtest
         ("", ["data.train=/elsewhere/there.txt"], set()),
         ("", ["data.train=../beside.txt"], copies | pods),
         ("", [f"data.train={beside}"], (copies | pods) - {"ray"}),
-        ("", ["model.name_or_path=runs/old/hf"], {"ray", "sagemaker"}),
+        ("", ["data.train=a.txt", "model.name_or_path=runs/old/hf"], {"ray", "sagemaker"}),
         ("objective: {name: python, path: ../own.py:loss}", [], pods),
         ("objective: {name: python, path: ../../own.py:loss}", [], copies | pods),
         ("", [own[0], f"{own[1]}=/work/own.py:loss"], set()),

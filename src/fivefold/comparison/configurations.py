@@ -8,7 +8,7 @@ from pathlib import Path
 from shlex import split
 from typing import Any
 
-from fivefold.config import RunConfig, check_supported, load_config
+from fivefold.config import RunConfig, check_named, check_supported, load_config
 from fivefold.config.runfile import READ_MORE
 from fivefold.core.errors import UserError
 from fivefold.core.plain_yaml import quoted
@@ -87,6 +87,7 @@ def configurations(
             keys = [*overrides, *varied, *length]
             config = load_config(path, keys)
             check_supported(config)
+            check_named(config)
             name = ", ".join(map(_short, varied)) or _name(path, config)
             found.append(
                 Configuration(fresh(name, [configuration.name for configuration in found]), path, tuple(keys), config)

@@ -54,9 +54,9 @@ def _fields(config: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
                 )
                 continue
             yield f"{name}.{field.alias or key}", field
-            if isinstance(default, tuple) and default and isinstance(default[0], BaseModel):
-                for inner, of_item in type(default[0]).model_fields.items():
-                    yield f"{name}.{key}[].{inner}", of_item
+            for item in get_args(field.annotation):
+                if isinstance(item, type) and issubclass(item, BaseModel):
+                    yield from ((f"{name}.{key}[].{inner}", of_item) for inner, of_item in item.model_fields.items())
 
 
 def _key(name: str, field: FieldInfo) -> Key:

@@ -29,6 +29,7 @@ from fivefold.parallel.layout import KEYS, Layout
 COMMAND_LINE = "command line"
 READ_MORE = "every key, its unit and its default: fivefold train --keys"
 
+_MOST = 2**20  # characters of a run file
 _PLAIN = "write texts, numbers, true, false, null, lists and sections, without tags"
 
 CODE = (("objective", "path"), ("optimizer", "path"))  # keys that name code of the user's own
@@ -60,7 +61,7 @@ class RunFile:
                 fix=runs(folder) or runs(folder.parent) or run_files(folder) or "name a run file, or a run folder",
                 more=READ_MORE,
             )
-        file = cls.read(folder / "run.yaml")
+        file = cls.read(folder / "run.yaml", most=16 * _MOST)  # as it is resolved, with every key of every source
         whole = folder if folder.name not in ("", "..") else folder.resolve()
         section = file.tree.get("run")
         file.tree["run"] = (section if isinstance(section, dict) else {}) | {
@@ -70,14 +71,15 @@ class RunFile:
         return file
 
     @classmethod
-    def read(cls, path: Path, *, name: str | None = None) -> "RunFile":
-        """Read a run file. Raises `UserError` if it is missing, empty, not YAML, not sections, or repeats a key."""
+    def read(cls, path: Path, *, name: str | None = None, most: int = _MOST) -> "RunFile":
+        """Read a run file of at most `most` characters. Raises `UserError` if it is missing, empty, longer, not YAML,
+        not sections, or repeats a key."""
         file = cls(name or _shown(path))
-        node = _compose(path, file.name)
+        node = _compose(path, file.name, most)
         if node is None:
             raise UserError(
                 f"{file.name} is empty",
-                fix="leave it out to run the demo, or write {} for a run with every key at its default",
+                fix="leave it out to run the demo, or name a model and a text, as docs/howto/run_file.md does",
                 more=READ_MORE,
             )
         file.tree = file._built(node)
@@ -185,7 +187,7 @@ class RunFile:
             data = self.tree["data"] = {}
         if not isinstance(data, dict):
             return None
-        given = data.get(side, "python-stdlib" if side == "train" else None)
+        given = data.get(side) or ([{}] if side == "train" else None)
         if not given or not isinstance(given, str | dict | list):
             return None
         items = given if isinstance(given, list) else [given]
@@ -280,10 +282,16 @@ class RunFile:
         return f"{self.name}:{node.start_mark.line + 1}"
 
 
-def _compose(path: Path, name: str) -> yaml.Node | None:
+def _compose(path: Path, name: str, most: int) -> yaml.Node | None:
     try:
         with path.open(encoding="utf-8") as stream:
-            return plain_yaml.compose(stream)
+            text = stream.read(most + 1)
+        if len(text) > most:
+            raise UserError(
+                f"{name}: a run file of more than {most // 2**20} MiB, each of which takes seconds to read",
+                fix="name many texts by a folder or a glob, and many prompts by sample.file",
+            )
+        return plain_yaml.compose(text)
     except FileNotFoundError:
         there = run_files(path.parent)
         raise UserError(

@@ -33,6 +33,7 @@ from fivefold.core.folder_config import read_folder_config
 from fivefold.core.keys import LayoutKey, moved
 from fivefold.core.model_limits import UNKNOWN, ModelLimits
 from fivefold.core.named_code import NamedCode
+from fivefold.core.objectives import OBJECTIVES, OF_TEXTS
 from fivefold.core.optimizers import OPTIMIZERS, with_key
 from fivefold.core.shapes import shape_folder
 from fivefold.core.state_dtypes import StateDtype
@@ -44,6 +45,7 @@ from fivefold.parallel.experts.keys import ExpertKeys
 from fivefold.parallel.layout import KEYS, Compute, Layout
 
 DEMO = Path(__file__).with_name("demo.yaml")
+DEMO_TEXT = "python-stdlib"
 DEFAULT_MAX_STEPS = 1000
 LENGTHS = ("max_steps", "max_tokens", "max_epochs")  # keys of `train` for the length of a run; only one may be set
 MOST_NAME_BYTES = 240  # of a file; file systems take 255, and written names get a few letters more
@@ -83,8 +85,16 @@ def _known_optimizer(name: str) -> str:
     return name
 
 
+def _known_objective(name: str) -> str:
+    if name not in (*OF_TEXTS, *OBJECTIVES):
+        *others, last = map(repr, (*OF_TEXTS, *OBJECTIVES))
+        raise PydanticCustomError("literal_error", f"Input should be {', '.join(others)} or {last}")
+    return name
+
+
 def _sources(value: Any) -> Any:
-    """Convert one path, one source or a list of both to a list of sources."""
+    """Convert one path, one source or a list of both to a list of sources; nothing is none."""
+    value = [] if value is None else value
     items = value if isinstance(value, list | tuple) else [value]
     return [{"path": item} if isinstance(item, str) else item for item in items]
 
@@ -225,9 +235,9 @@ _Sources = str | DataSource | list[str | DataSource]  # the accepted forms
 
 
 class DataSection(Section):
-    train: Annotated[
-        tuple[DataSource, ...], BeforeValidator(_sources, json_schema_input_type=_Sources), Field(min_length=1)
-    ] = Field(default=(DataSource(path="python-stdlib"),), description="training text: a path, or a list of sources")
+    train: Annotated[tuple[DataSource, ...], BeforeValidator(_sources, json_schema_input_type=_Sources)] = Field(
+        default=(), description="training text: a path, or a list of sources; the model demo alone has text of its own"
+    )
     validation: Annotated[
         float | tuple[DataSource, ...],
         BeforeValidator(_fraction_or_sources, json_schema_input_type=float | _Sources),
@@ -335,10 +345,11 @@ class LaunchSection(Section):
 class ObjectiveSection(Section):
     """The objective of the training; `training/objectives.py` has the formulas."""
 
-    name: Literal["sft", "distill", "dpo", "ipo", "orpo", "simpo", "kto", "python"] = Field(
+    name: Annotated[str, AfterValidator(_known_objective)] = Field(
         default="sft",
         description="sft: the likelihood of the text; distill: and what a teacher says; of pairs of answers: dpo, ipo, "
         "orpo, simpo; of rated ones: kto; python: a function of your own",
+        json_schema_extra={"enum": [*OF_TEXTS, *OBJECTIVES], "type": "string"},
     )
     path: PathText = Field(
         default="",
@@ -372,7 +383,12 @@ class ObjectiveSection(Section):
     @property
     def has_answers(self) -> bool:
         """True if the objective is defined on answers, in pairs or rated, instead of text."""
-        return self.name not in ("sft", "distill", "python")
+        return self.name in OBJECTIVES
+
+    @property
+    def is_rated(self) -> bool:
+        """True if single answers are rated, in place of pairs."""
+        return self.has_answers and OBJECTIVES[self.name].is_rated
 
     @property
     def is_own(self) -> bool:
@@ -382,7 +398,7 @@ class ObjectiveSection(Section):
     @property
     def compares(self) -> bool:
         """True if answers are compared with a reference model."""
-        return self.name in ("dpo", "ipo", "kto")
+        return self.has_answers and OBJECTIVES[self.name].needs_reference
 
     @model_validator(mode="after")
     def _fits(self) -> "ObjectiveSection":
@@ -744,13 +760,18 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete_shape(cls, values: Any) -> Any:
-        """Set unset keys for a built-in shape, which has no weights and no tokenizer: init, tokenizer, row length."""
+        """Set unset keys for a built-in shape, which has no weights and no tokenizer: init, tokenizer, row length; and
+        for the demo its text."""
         model, tokenizer, data = (_section(values, name) for name in ("model", "tokenizer", "data"))
         if model is None or tokenizer is None or data is None:
             return values
-        folder = shape_folder(str(model.get("name_or_path", ModelSection().name_or_path)))
+        demo = ModelSection().name_or_path
+        name = str(model.get("name_or_path", demo))
+        folder = shape_folder(name)
         if folder is None:
             return values
+        if name == demo and "train" not in data:
+            data = {**data, "train": DEMO_TEXT}
         if tokenizer.get("name_or_path", "auto") == "auto":
             tokenizer = {**tokenizer, "name_or_path": SHAPE_TOKENIZER}
         if "seq_length" not in data and (longest := _positions(folder, model)):
@@ -925,6 +946,16 @@ def check_supported(config: RunConfig) -> None:
         )
 
 
+def check_named(config: RunConfig) -> None:
+    """Raise `UserError` if the run names no text to train on."""
+    if not config.data.train:
+        raise UserError(
+            "data.train is not set: no text to train on is named",
+            fix='name your own: data: {train: "texts/*.jsonl"} in the run file, or data.train=notes.txt behind it',
+            more="docs/howto/data.md, 'Name the sources'",
+        )
+
+
 def check_streaming(config: RunConfig) -> None:
     """Raise `UserError` for `data.streaming` with a key that needs all rows before the first step."""
     if not config.data.streaming:
@@ -1004,9 +1035,9 @@ def check_best(config: RunConfig, *, has_validation: bool = True) -> None:
         what, fix = "no text is held out", "set data.validation to a part of the documents, or to files"
     elif "rewards" in metric and not objective.has_answers:
         what = f"eval.metric {metric} is one of answers, and objective.name is {objective.name}"
-    elif metric == "eval/rewards/accuracies" and objective.name == "kto":
+    elif metric == "eval/rewards/accuracies" and objective.is_rated:
         what, fix = (
-            f"{metric} is one of pairs of answers, and kto rates single ones",
+            f"{metric} is one of pairs of answers, and {objective.name} rates single ones",
             "eval.metric: eval/rewards/margins",
         )
     if what:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.convert.given import Given
+from fivefold.core.objectives import OBJECTIVES
 
 Keys = Iterator[tuple[Any, ...]]
 
@@ -26,7 +27,6 @@ _LOSSES: Mapping[str, Mapping[str, str]] = {
     "LLaMA-Factory": {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"},
     "TRL": {"nll": "sft", "chunked_nll": "sft", "sigmoid": "dpo", "ipo": "ipo", "kto": "kto"},
 }
-_COMPARING = ("dpo", "ipo", "kto")
 _LOGS = {"use_tensorboard": "tensorboard", "use_wandb": "wandb", "wandb_project": "wandb", "use_mlflow": "mlflow",
          "use_trackio": "trackio"}  # fmt: skip
 _METRICS = {
@@ -70,9 +70,10 @@ def objective(given: Given) -> Keys:
     if name == "kto":
         yield "objective.desirable_weight", given("desirable_weight")
         yield "objective.undesirable_weight", given("undesirable_weight")
-    if name in _COMPARING and (other := given("ref_model")):
+    compares = OBJECTIVES[name].needs_reference
+    if compares and (other := given("ref_model")):
         yield "objective.reference", other
-    if name in _COMPARING and given("adapter_path"):
+    if compares and given("adapter_path"):
         given.refuse("adapter_path", "the reference would be the model with that adapter, and is the one without there")
 
 

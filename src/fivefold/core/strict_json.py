@@ -1,6 +1,7 @@
 """Strict JSON from a folder that someone else made: no duplicate keys, no NaN. No torch."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ def loads(text: str | bytes) -> Any:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     tree = dict(pairs)
     if len(tree) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key!r} stands twice")
     return tree
 
 

@@ -3,7 +3,6 @@
 from dataclasses import astuple, dataclass
 
 from fivefold.core.units import many
-from fivefold.data.source import HUB
 
 _SOURCES_SHOWN = 12
 _REMARKS = {
@@ -53,8 +52,9 @@ class SourceCounts:
     def line(self) -> str:
         if not self.tokens:
             return f"{self.path}: {many(self.documents, 'document')}, nothing to train on"
-        held = f"{many(self.documents, 'document')}, {many(self.tokens, 'token')} to train on"
-        return f"{self.path}: {held}, weight {self.weight:g} = {100 * self.share:.1f}% of the tokens read"
+        held = f"{self.path}: {many(self.documents, 'document')}, {many(self.tokens, 'token')} to train on"
+        is_alone = self.share == 1
+        return held if is_alone else f"{held}, weight {self.weight:g} = {100 * self.share:.1f}% of the tokens read"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class DataCounts:
 
     `fraction` is the requested held-out part, 0 for none or a list. `bos` describes the tokens in front of the
     documents. `streamed`: the units of a run that tokenises while training; then all other counts are of its first
-    window. `columns`, `ids`, `answers_alone`: see `StoreMeta`. `tokenizer`: its unexpected properties.
+    window. `columns`, `ids`, `answers_alone`, `odd`: see `StoreMeta`. `tokenizer`: its unexpected properties. `held`:
+    names of the sources of a validation list.
     """
 
     files: int
@@ -83,6 +84,8 @@ class DataCounts:
     answers_alone: tuple[str, ...] = ()
     tokenizer: tuple[str, ...] = ()
     streamed: str = ""
+    held: tuple[str, ...] = ()
+    odd: tuple[str, ...] = ()
 
     @property
     def held_out(self) -> float:
@@ -91,7 +94,7 @@ class DataCounts:
         return held / max(1, train + held)
 
     def lines(self) -> list[str]:
-        """Three or four short lines, and one per source if there are several."""
+        """Four or five short lines, and one more for each source beyond the first."""
         bos = f", {self.bos}" if self.bos else ""
         trained = [f"trained     {_trained(self.train)}"] if self.train.examples else []
         streamed = [f"streamed    {self.streamed}"] if self.streamed else []
@@ -105,6 +108,7 @@ class DataCounts:
             *(f"tokenizer   {line}" for line in self.tokenizer),
             *(f"columns     {line}" for line in dict.fromkeys(self.columns)),
             *(f"token ids   {line}" for line in dict.fromkeys(self.ids)),
+            *(f"characters  {line}" for line in dict.fromkeys(self.odd)),
         ]
         if remarks := self._remarks():
             lines.append("note        " + "; ".join(remarks))
@@ -112,13 +116,12 @@ class DataCounts:
 
     def _validation(self) -> str:
         rows = _rows(self.validation, self.seq_length) if self.validation else "none"
+        rows += f", of {', '.join(self.held)}" if self.held else ""
         if not self.fraction:
             return rows
         return f"{rows}; {_percent(self.held_out)} of the tokens, {_percent(self.fraction)} asked"
 
     def _by_source(self) -> list[str]:
-        if len(self.sources) == 1 and not self.sources[0].path.startswith(HUB):
-            return []
         more = len(self.sources) - _SOURCES_SHOWN
         lines = [f"source      {source.line()}" for source in self.sources[:_SOURCES_SHOWN]]
         return lines + ([f"source      ... and {more} more"] if more > 0 else [])

@@ -82,6 +82,8 @@ class Example:
         """Render its text. `eos`: the EOS token as text. Raises `UserError`."""
         if self.pair is not None:
             prompt, answer = self.pair
+            if not answer.strip():
+                raise self._empty("the answer")
             text, spans = prompt + answer, [(len(prompt), len(prompt) + len(answer))]
         else:
             text, spans = self._chat(template)
@@ -116,12 +118,26 @@ class Example:
             text, answers = template.answers(self.turns, **given)
         except UserError as error:
             raise UserError(f"{self.where}: {error.what}", fix=error.fix, more="docs/howto/data.md") from error
-        trained = [
-            spans
-            for number, spans in sorted(answers.items())
-            if number >= self.context and self.turns[number].get("weight", 1) != 0
-        ]
-        return text, [span for spans in (trained[-1:] if self.train_on == "last" else trained) for span in spans]
+        trained = [number for number in sorted(answers) if number >= self.context]
+        trained = [number for number in trained if self.turns[number].get("weight", 1) != 0]
+        trained = trained[-1:] if self.train_on == "last" else trained
+        for number in trained:
+            if _says_nothing(self.turns[number], "".join(text[first:last] for first, last in answers[number])):
+                raise self._empty(f"what the assistant says in turn {number + 1} of {len(self.turns)}")
+        return text, [span for number in trained for span in answers[number]]
+
+    def _empty(self, what: str) -> UserError:
+        or_untrained = "" if self.pair else ", or leave the turn untrained: weight: 0"
+        return UserError(
+            f"{self.where}: {what} is empty, and would be learnt as an end without an answer",
+            fix=f"write the answer, or leave the record out{or_untrained}", more="docs/howto/data.md",
+        )  # fmt: skip
+
+
+def _says_nothing(turn: Turn, written: str) -> bool:
+    """True if an answer has no words, no calls, and no other text (thoughts) that is `written`."""
+    texts = [value.strip() for key, value in turn.items() if key != "role" and isinstance(value, str)]
+    return not words(turn).strip() and not turn.get("tool_calls") and not any(one and one in written for one in texts)
 
 
 @dataclass(frozen=True)
@@ -172,8 +188,8 @@ class NumberedText(str):
 @dataclass(frozen=True)
 class TokenIds:
     """A document of token ids, integers [tokens], and its place for messages. `trained`: a mask of the trained tokens;
-    None: all of them, of a document that may be cut over rows. `is_whole`: BOS and EOS belong around it. `tokenizer`:
-    the name of the tokenizer that made it, if it is told."""
+    None: all of them, of a document that may be cut over rows. `is_whole`: BOS and EOS belong around it. `is_packed`:
+    it is one of a packed row. `tokenizer`: the name of the tokenizer that made it, if it is told."""
 
     where: str
     ids: NDArray[np.integer]
@@ -181,6 +197,7 @@ class TokenIds:
     is_whole: bool = True
     numbers: tuple[float, ...] = ()
     tokenizer: str = ""
+    is_packed: bool = False
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -296,6 +313,8 @@ def _texts(asked: object, answers: list[str], system: object, where: str) -> lis
     """A prompt with each of the answers."""
     if asked is None:
         shared = alike(*answers)
+        if not all(text[shared:].strip() for text in answers):  # one is the beginning of the other
+            shared = max(0, answers[0].rstrip().rfind(" ", 0, shared))
         shared -= answers[0][:shared].endswith(" ")  # a space belongs to the following word
         asked, answers = answers[0][:shared], [text[shared:] for text in answers]
     told = "" if system is None else _string(system, where, "the system text")

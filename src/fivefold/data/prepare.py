@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.config import DataSource, ObjectiveSection, RunConfig, check_streaming
+from fivefold.config import DataSource, ObjectiveSection, RunConfig, check_named, check_streaming
 from fivefold.core import history
 from fivefold.core.cache import Progress, cache_root, key_of, say_aloud
 from fivefold.core.errors import UserError
@@ -113,6 +113,7 @@ def inputs(
 
 
 def _files(config: RunConfig, root: Path) -> tuple[list[FileList], list[FileList]]:
+    check_named(config)
     formats, objective = discover(), config.objective
     held = config.data.validation
     lists = {"data.train": config.data.train, "data.validation": held if isinstance(held, tuple) else ()}
@@ -143,7 +144,7 @@ def _check_objective(config: RunConfig, stores: Sequence[tuple[FileList, TokenSt
                 f"objective.columns is {list(config.objective.columns)}",
                 fix="name the records that it was made from", more="docs/howto/losses.md",
             )  # fmt: skip
-        if store.meta.rated != (name == "kto") and store.meta.pairs:  # an older store
+        if store.meta.rated != config.objective.is_rated and store.meta.pairs:  # an older store
             raise UserError(
                 f"{files.source.label}: {files.name} holds {'rated answers' if store.meta.rated else 'pairs'}, and "
                 f"objective.name is {name}",
@@ -167,7 +168,7 @@ def _source(given: DataSource, label: str, objective: ObjectiveSection) -> Sourc
         )
     return Source(
         given.path, label, given.format, given.text_key, dict(given.columns.items()), given.train_on,
-        pairs=objective.has_answers, rates=objective.name == "kto", numbers=objective.columns,
+        pairs=objective.has_answers, rates=objective.is_rated, numbers=objective.columns,
     )  # fmt: skip
 
 
@@ -332,6 +333,8 @@ def _open(
             columns=tuple(store.meta.columns for store in (*plan.stores, *plan.held) if store.meta.columns),
             ids=tuple(store.meta.ids for store in (*plan.stores, *plan.held) if store.meta.ids),
             answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
+            held=tuple(one.name for one in held),
+            odd=tuple(store.meta.odd for store in (*plan.stores, *plan.held) if store.meta.odd),
         ),
         fingerprint=plan.key,
         files={name: digest for one in (*files, *held) for name, digest in one.named.items()},
@@ -363,7 +366,7 @@ def _streamed(
     _check_rows(first.counts, data.seq_length)
     read = [
         *settings_of(units, rows.first),
-        *((store.meta.ids, store.meta.columns, store.meta.answers_alone) for store in stores),
+        *((store.meta.ids, store.meta.columns, store.meta.answers_alone, store.meta.odd) for store in stores),
     ]
     total = sum(len(source.units) for source in units)
     return PreparedData(
@@ -384,10 +387,13 @@ def _streamed(
             fraction=0.0 if stores else float(data.validation),  # type: ignore[arg-type]
             bos=_bos_line(tokenizer, (*first.stores, *stores)),
             tokenizer=_remarks(tokenizer, (*first.stores, *stores)),
-            columns=tuple(columns for _, columns, _ in read if columns),
-            ids=tuple(ids for ids, _, _ in read if ids),
-            answers_alone=tuple(line for _, _, alone in read for line in alone),
-            streamed=f"{many(total, 'unit')} of text in {many(rows.order.windows, 'window')}; of the first window:",
+            columns=tuple(columns for _, columns, _, _ in read if columns),
+            ids=tuple(ids for ids, _, _, _ in read if ids),
+            answers_alone=tuple(line for _, _, alone, _ in read for line in alone),
+            odd=tuple(odd for _, _, _, odd in read if odd),
+            streamed=f"{', '.join(one.name for one in train)}: {many(total, 'unit')} of text in "
+            f"{many(rows.order.windows, 'window')}; of the first window:",
+            held=tuple(one.name for one in validation),
         ),
         fingerprint=key_of(rows.fingerprint, [[store.meta.content, store.meta.tokenizer] for store in stores]),
     )

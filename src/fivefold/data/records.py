@@ -21,9 +21,10 @@ from fivefold.core.units import many
 from fivefold.data import examples
 from fivefold.data.batch import IGNORE
 from fivefold.data.examples import ANSWERED, ASKED, Document, Example, NumberedText, Preference, Rated, TokenIds
+from fivefold.data.packed import BOUNDS, LISTS, documents_in
 from fivefold.data.source import RECORD_KINDS, FileList, Format, Part, Source
 from fivefold.data.spans import words
-from fivefold.data.token_ids import are_of_stream
+from fivefold.data.token_ids import rows_are
 
 _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters
@@ -62,7 +63,7 @@ _VERDICTS: Mapping[tuple[str, str, str], tuple[tuple[str, ...], tuple[str, ...]]
 }
 # Columns of tokens, those of masks in which 0 is context (TRL's), and what else is beside tokens.
 _IDS, _MASKS = ("input_ids", "tokens"), ("completion_mask", "assistant_masks")
-_BESIDE_IDS = ("labels", "attention_mask", *_MASKS)
+_BESIDE_IDS = ("labels", "attention_mask", *_MASKS, *BOUNDS)
 _WORKED = {"solution": "answer"}  # of two answers, the one with its working is trained
 
 
@@ -116,14 +117,17 @@ class Records(Format):
         return self._as_rows(self._documents(self.records(path, source), source), path, source)
 
     def _as_rows(self, documents: Iterator[Document], path: Path, source: Source) -> Iterator[Document]:
-        """The documents; rows of token ids are not whole if the first ones of the file are parts of a stream."""
-        is_stream: bool | None = None
+        """The documents; rows of token ids are what the first ones of the file are: parts of a stream, or packed."""
+        kind = ""
         for document in documents:
-            if is_stream is None and isinstance(document, TokenIds):
-                notes = replace(source, read={}, undecided=Counter())
-                with closing(self.records(path, notes)) as records:
-                    is_stream = are_of_stream(self._documents(records, notes))
-            yield replace(document, is_whole=False) if is_stream and isinstance(document, TokenIds) else document
+            if isinstance(document, TokenIds):
+                if not kind:
+                    notes = replace(source, read={}, undecided=Counter())
+                    with closing(self.records(path, notes)) as records:
+                        kind = rows_are(self._documents(records, notes))
+                if kind != "documents":
+                    document = replace(document, is_whole=False, is_packed=kind == "packed")
+            yield document
 
     def documents_of(self, part: Part, path: Path, source: Source) -> Iterator[Document]:
         return self._as_rows(self._documents(self.records_of(part, path, source), source), path, source)
@@ -164,10 +168,11 @@ class Records(Format):
                 if not _is_decided(record, source, parts):
                     continue
                 if parts and parts.ids:
-                    document: Document = ids_of(record, parts, where)
+                    found: Iterable[Document] = ids_of(record, parts, where)
                 else:
-                    document = example_of(record, source, where, parts) or text_of(record, source, where, self.noun)
-                yield _numbered(document, record, source, where) if source.numbers else document
+                    found = [example_of(record, source, where, parts) or text_of(record, source, where, self.noun)]
+                for document in found:
+                    yield _numbered(document, record, source, where) if source.numbers else document
 
     def options(self, source: Source) -> dict[str, str]:
         of_examples = {
@@ -341,27 +346,28 @@ def example_of(
     return Preference(found[0], found[1]) if len(found) == 2 else found[0]
 
 
-def ids_of(record: Mapping[str, object], parts: Parts, where: str) -> TokenIds:
-    """The token ids in a record. `labels` are the ids, with -100 in place of those that are not trained, nor are those
-    with 0 in a mask of `_MASKS`; tokens whose `attention_mask` is 0 are padding. Raises `UserError`, naming the
-    place."""
+def ids_of(record: Mapping[str, object], parts: Parts, where: str) -> Iterator[TokenIds]:
+    """The documents of token ids in a record: one, or those of a packed row (`data.packed`). `labels` are the ids, with
+    -100 in place of those that are not trained, nor are those with 0 in a mask of `_MASKS`; tokens whose
+    `attention_mask` is 0 are padding. Raises `UserError`, naming the place."""
     key = parts.ids[0]
     ids = _integers(record.get(key), where, key)
     beside = {name: _integers(record[name], where, name) for name in parts.ids[1:] if record.get(name) is not None}
     for name, values in beside.items():
-        if len(values) != len(ids):
+        if len(values) != len(ids) and BOUNDS.get(name) not in LISTS:
             raise UserError(f"{where}: {len(ids):,} {key}, and {len(values):,} {name}", fix="write one for each token")
     labels = beside.get("labels")
     for of_answers in (beside[name] for name in _MASKS if name in beside):
         labels = np.where(of_answers != 0, ids if labels is None else labels, IGNORE)
-    if (mask := beside.get("attention_mask")) is not None:
-        real = np.flatnonzero(mask)
-        kept = slice(int(real[0]), int(real[-1]) + 1) if len(real) else slice(0, 0)
-        if not mask[kept].all():
-            raise UserError(f"{where}: the attention_mask is 0 between tokens", fix="leave out tokens of padding alone")
-        ids, labels = ids[kept], None if labels is None else labels[kept]
-    if labels is None:
-        return TokenIds(where, ids)
+    trained = None if labels is None else _trained(ids, labels, where)
+    places, is_packed = documents_in(beside, len(ids), where)
+    for at, place in places:
+        marks = None if trained is None else trained[place]
+        yield TokenIds(at, ids[place], marks, is_whole=marks is None and not is_packed, is_packed=is_packed)
+
+
+def _trained(ids: NDArray[np.integer], labels: NDArray[np.integer], where: str) -> NDArray[np.bool_]:
+    """A mask of the tokens that `labels` train. Raises `UserError` where these are not the ids themselves."""
     trained = labels != IGNORE
     if (wrong := trained & (labels != ids)).any():
         at = int(wrong.argmax())
@@ -371,7 +377,7 @@ def ids_of(record: Mapping[str, object], parts: Parts, where: str) -> TokenIds:
             + "; the labels are shifted by one" * is_shifted,
             fix="write in labels the ids of the tokens themselves, and -100 for those that are not trained",
         )
-    return TokenIds(where, ids, trained, is_whole=False)
+    return np.asarray(trained)
 
 
 def _integers(values: object, where: str, key: str) -> NDArray[np.integer]:

@@ -13,6 +13,7 @@ meta.json       sizes and checksums, the tokenizer, and the kind of the records
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -39,6 +40,7 @@ from fivefold.core.integrity import (
     signed,
     trust,
 )
+from fivefold.core.units import many
 from fivefold.data.examples import Document, Preference, Text, TokenIds
 from fivefold.data.records import Records, check_columns, check_plain, check_used, columns_read
 from fivefold.data.source import FileList, reading
@@ -48,7 +50,7 @@ from fivefold.data.windows import Encoded, Encoder
 
 BLOCK = 16_384  # tokens
 _VERSION = 2  # 1 had no checksums and no BOS
-_READING = 5  # raise when the same records give other documents or other trained tokens
+READING = 5  # raise when the same records give other documents or other trained tokens
 _KIND = "fivefold token store"
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1_000_000
@@ -60,6 +62,11 @@ Say = Callable[[str], None]
 # Tokens of a document with their marks for `trained.bin`; a text has no marks.
 Tokens = tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]
 _NO_MARKS = np.empty(0, np.uint8)
+# Characters that few texts mean to have -> what they are.
+_ODD = {
+    "\r": "carriage returns (\\r, as in line ends of Windows)", "\0": "NUL characters",
+    "\ufffd": "U+FFFD, which stands for bytes that were decoded wrongly", "\ufeff": "byte order marks",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class StoreMeta:
     `ids`: the report on documents that another engine tokenised. `files`: the checksum of each array. `trained`: number
     of trained tokens of documents that are examples; None for texts, which are trained as a whole. `pairs`: every
     document is a pair of answers; `rated`: the first of the two is rated, and the second is the answer to another
-    prompt. `numbers`: the columns of numbers.npy.
+    prompt. `numbers`: the columns of numbers.npy. `odd`: the report on odd characters in texts.
     """
 
     kind: str
@@ -93,6 +100,7 @@ class StoreMeta:
     columns: str = ""
     ids: str = ""
     numbers: tuple[str, ...] = ()
+    odd: str = ""
 
 
 @dataclass(frozen=True)
@@ -287,13 +295,13 @@ def content_key(files: FileList, root: Path) -> str:
 
 def store_folder(files: FileList, content: str, tokenizer: TokenizerInfo, root: Path) -> Path:
     """The folder of the token store of a source with these contents."""
-    return root / "stores" / key_of(_VERSION, _READING, content, *made_by(files, tokenizer))
+    return root / "stores" / key_of(_VERSION, READING, content, *made_by(files, tokenizer))
 
 
 def made_by(files: FileList, tokenizer: TokenizerInfo) -> list[Any]:
     """The hashes, besides those of the texts, that determine the tokens of a source."""
     # Records may be examples, rendered by the template; that is known only once they are read.
-    written = [[tokenizer.template.digest, _READING] for _, form in files.files[:1] if isinstance(form, Records)]
+    written = [[tokenizer.template.digest, READING] for _, form in files.files[:1] if isinstance(form, Records)]
     return [tokenizer.digest, tokenizer.bos_token_ids, *written]
 
 
@@ -358,6 +366,7 @@ class StoreWriter:
         self.lengths, self.hashes, self.numbers = array("q"), array("Q"), array("d")
         self.ids = TokenIdsReport(self.tokenizer)
         self.left_out: dict[str, None] = {}  # keys of all turns that the template left out
+        self.odd: Counter[str] = Counter()  # documents with each of `_ODD`
         self.examples = self.pairs = self.rated = self.trained = self.ended = 0
 
     def __enter__(self) -> "StoreWriter":
@@ -412,7 +421,11 @@ class StoreWriter:
         if self.columns:
             np.save(self.folder / _NUMBERS, np.array(self.numbers).reshape(-1, len(self.columns)))
         meta = self._meta(
-            content, int(offsets[-1]), self.ids.line(files.name), *columns_read(files, tuple(self.left_out))
+            content,
+            int(offsets[-1]),
+            self.ids.line(files.name),
+            *columns_read(files, tuple(self.left_out)),
+            odd_line(files.name, self.odd),
         )
         (self.folder / "meta.json").write_text(signed(asdict(meta)), encoding="utf-8")
 
@@ -421,7 +434,7 @@ class StoreWriter:
         if isinstance(document, TokenIds):
             return []
         if isinstance(document, str):
-            return [Text(document)]
+            return self._looked_at([Text(document)])
         self.examples += 1
         eos = tokenizer.id_to_token(self.tokenizer.eos_token_id) or ""
         self.pairs += isinstance(document, Preference)
@@ -429,6 +442,11 @@ class StoreWriter:
         each = [document.first, document.second] if isinstance(document, Preference) else [document]
         texts = [example.rendered(self.tokenizer.template, eos) for example in each]
         self.left_out |= dict.fromkeys(what for text in texts for what in text.left_out)
+        return self._looked_at(texts)
+
+    def _looked_at(self, texts: list[Text]) -> list[Text]:
+        """The texts of a document, whose odd characters are counted."""
+        self.odd.update(character for character in _ODD if any(character in text.text for text in texts))
         return texts
 
     def _tokens(self, batch: list[Document], tokenizer: Any) -> Iterator[Tokens]:
@@ -482,12 +500,13 @@ class StoreWriter:
         flags = [np.zeros(len(front)), *(text.is_trained(part.spans) for part in parts), np.full(len(ends), is_last)]
         return [(part, flag.astype(np.uint8)) for part, flag in zip(tokens, flags, strict=True) if len(part)]
 
-    def _meta(self, content: str, tokens: int, ids: str, columns: str, answers: tuple[str, ...]) -> StoreMeta:
+    def _meta(self, content: str, tokens: int, ids: str, columns: str, answers: tuple[str, ...], odd: str) -> StoreMeta:
         names = (*_ARRAYS, *[TRAINED] * bool(self.examples), *[_NUMBERS] * bool(self.columns))
         files = {name: file_checksum(self.folder / name) for name in names}
         # A text determines its tokens. A record does not: the template and the trained part matter too. So the digest
         # covers the tokens, as rows and checkpoints of other tokens belong to other data.
-        made = [files["checksums.npy"]] if self.ended and not self.examples else [*files.values()] * bool(self.examples)
+        made = [files["checksums.npy"]] if self.ended and not self.examples else []
+        made = [*files.values()] if self.examples or self.ids.packed else made
         return StoreMeta(
             kind=_KIND,
             version=_VERSION,
@@ -508,7 +527,14 @@ class StoreWriter:
             columns=columns,
             ids=ids,
             numbers=self.columns,
+            odd=odd,
         )
+
+
+def odd_line(name: str, odd: Mapping[str, int]) -> str:
+    """The report on odd characters: how many documents have each of them; empty if there are none."""
+    said = [f"{many(odd[character], 'document')} with {what}" for character, what in _ODD.items() if odd.get(character)]
+    return f"{name}: {'; '.join(said)}: trained as they are" if said else ""
 
 
 def block_hashes(parts: Iterable[NDArray[np.unsignedinteger]], size: int) -> list[int]:

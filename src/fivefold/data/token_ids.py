@@ -1,7 +1,7 @@
 """Documents that another engine tokenised: their ids are checked, completed with BOS and EOS, and stored as they are.
 
 A whole document gets the run's BOS and EOS if it lacks them, as a text does. A row that was cut from a stream of
-documents, and a row that says which of its tokens are trained, stay as they are.
+documents, a document of a packed row, and one that says which of its tokens are trained, stay as they are.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from fivefold.core.units import many
 from fivefold.data.examples import Document, TokenIds
 from fivefold.data.tokenizer import TokenizerInfo, missing_bos
 
-_NUMBERS = ("documents", "cut", "labelled", "without_bos", "without_eos")
+_NUMBERS = ("documents", "whole", "packed", "cut", "labelled", "without_bos", "without_eos")
 _PEEKED = 16  # rows whose lengths tell a stream from documents
 
 
@@ -29,6 +29,8 @@ class TokenIdsReport:
 
     tokenizer: TokenizerInfo
     documents: int = 0
+    whole: int = 0  # documents that get BOS and EOS if they lack them
+    packed: int = 0  # documents of packed rows
     cut: int = 0  # rows of a stream
     labelled: int = 0  # rows that say which tokens are trained
     without_bos: int = 0
@@ -47,9 +49,11 @@ class TokenIdsReport:
             self.others[document.tokenizer] = None
         bos, eos = self.tokenizer.bos_token_ids, self.tokenizer.eos_token_id
         if not document.is_whole:
-            self.cut += document.trained is None
+            self.packed += document.is_packed
+            self.cut += document.trained is None and not document.is_packed
             self.labelled += document.trained is not None
             return [document.ids.astype(dtype)]
+        self.whole += 1
         front = missing_bos(document.ids[: len(bos)].tolist(), bos)
         has_end = document.ids[-1:].tolist() == [eos]
         if not has_end:
@@ -91,8 +95,10 @@ class TokenIdsReport:
         """The report; empty if there were no documents of ids."""
         if not self.documents:
             return ""
-        whole, eos = self.documents - self.cut - self.labelled, self.tokenizer.eos_token_id
+        whole, eos = self.whole, self.tokenizer.eos_token_id
         said = []
+        if self.packed:
+            said.append(f"{many(self.packed, 'document')} of packed rows, each by itself: no EOS added")
         if self.cut:
             said.append(f"{many(self.cut, 'row')} of one length, as cut from a stream: no EOS added")
         if self.labelled:
@@ -111,9 +117,13 @@ class TokenIdsReport:
         return f"{name}: {'; '.join(said)}"
 
 
-def are_of_stream(documents: Iterable[Document]) -> bool:
-    """True if the first documents are rows of one length, of which only the last may be shorter."""
-    lengths = [len(document) for document in islice(documents, _PEEKED)]
+def rows_are(documents: Iterable[Document]) -> Literal["documents", "stream", "packed"]:
+    """What rows are, by the first documents of a file: packed if one of these is; parts of a stream if they are of one
+    length, of which only the last may be shorter."""
+    first = list(islice(documents, _PEEKED))
+    if any(isinstance(document, TokenIds) and document.is_packed for document in first):
+        return "packed"
+    lengths = [len(document) for document in first]
     if lengths and lengths[-1] < lengths[0]:
         lengths.pop()
-    return len(lengths) > 1 and len(set(lengths)) == 1
+    return "stream" if len(lengths) > 1 and len(set(lengths)) == 1 else "documents"

@@ -32,7 +32,7 @@ from fivefold.core.integrity import DamagedError, check_file, file_checksum, rea
 from fivefold.data.examples import Document
 from fivefold.data.records import MOST_FORMS, check_used, columns_read
 from fivefold.data.source import FileList, Format, Part, Source, reading
-from fivefold.data.store import TOKENS, TRAINED, Say, StoreWriter, TokenStore, made_by, unit_meta
+from fivefold.data.store import READING, TOKENS, TRAINED, Say, StoreWriter, TokenStore, made_by, odd_line, unit_meta
 from fivefold.data.token_ids import TokenIdsReport
 from fivefold.data.tokenizer import TokenizerInfo
 
@@ -179,22 +179,24 @@ class Units:
 
         return entry(self.path(number), read=read, build=build)
 
-    def described(self, numbers: Sequence[int]) -> tuple[str, str, tuple[str, ...]]:
-        """The `ids`, `columns` and `answers_alone` of `StoreMeta` for these units, which are tokenised. Raises
+    def described(self, numbers: Sequence[int]) -> tuple[str, str, tuple[str, ...], str]:
+        """The `ids`, `columns`, `answers_alone` and `odd` of `StoreMeta` for these units, which are tokenised. Raises
         `UserError` for a setting of the records that none of them uses."""
         source, ids = replace(self.files.source, read={}, undecided=Counter()), TokenIdsReport(self.tokenizer)
-        left_out, examples = dict[str, None](), 0
+        left_out, odd, examples = dict[str, None](), Counter[str](), 0
         for number in numbers:
             counts = read_signed(self.path(number) / _UNIT)
             for names, keys in counts["read"]:
                 _remember(source.read, tuple(names), tuple(keys))
             source.undecided.update(counts["undecided"])
             left_out |= dict.fromkeys(counts["left_out"])
+            odd.update(counts["odd"])
             ids.add(counts["ids"])
             examples += counts["examples"]
         if source.read:
             check_used(source, are_examples=examples > 0)
-        return ids.line(self.files.name), *columns_read(replace(self.files, source=source), tuple(left_out))
+        columns, alone = columns_read(replace(self.files, source=source), tuple(left_out))
+        return ids.line(self.files.name), columns, alone, odd_line(self.files.name, odd)
 
     def _write_unchanged(self, folder: Path, number: int) -> None:
         """Write a unit. Raises `UserError` if a file of it changed, which explains any other error of reading it."""
@@ -217,6 +219,7 @@ class Units:
             **{name: getattr(writer, name) for name in _COUNTS},
             **_reading(source),
             "left_out": list(writer.left_out),
+            "odd": dict(writer.odd),
             "ids": writer.ids.counts(),
             "documents": len(writer.lengths),
             "tokens": sum(writer.lengths),
@@ -290,6 +293,7 @@ class Units:
         for name in _COUNTS:
             setattr(writer, name, getattr(writer, name) + counts[name])
         writer.left_out |= dict.fromkeys(counts["left_out"])
+        writer.odd.update(counts["odd"])
         writer.ids.add(counts["ids"])
         return counts
 
@@ -360,7 +364,7 @@ def _folder(files: FileList, tokenizer: TokenizerInfo, root: Path, kind: str) ->
     is_path = glob.has_magic(source.path) or path.exists()
     named = [str(path.absolute()) if is_path else source.path, source.format, source.text_key, source.train_on]
     kinds = [source.pairs, source.rates, list(source.numbers), sorted(source.columns.items())]
-    return root / kind / key_of(_VERSION, named, kinds, made_by(files, tokenizer))
+    return root / kind / key_of(_VERSION, READING, named, kinds, made_by(files, tokenizer))
 
 
 def _state(files: FileList) -> list[list[Any]]:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from shlex import join
 
-from fivefold.config import RunConfig, load_config
+from fivefold.config import RunConfig, check_named, load_config
 from fivefold.config.runfile import CODE, COMMAND_LINE, RunFile
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import expanded, put, writing
@@ -42,6 +42,7 @@ def job_of(request: Request) -> Job:
         if not _is_utf8(text):
             raise UserError(f"{text!a} is not UTF-8, which the file of a job is", fix="name it in UTF-8", more=MORE)
     config = load_config(request.run, request.overrides)
+    check_named(config)
     if config.train.nodes is not None:
         raise UserError(
             f"train.nodes is {config.train.nodes}: each node then starts its own ranks, and a job starts them itself",

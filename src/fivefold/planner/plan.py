@@ -212,7 +212,8 @@ def run_file(model: str, best: Estimate, name: str, every: int | None = None) ->
     return (
         f"# {best.cluster.text}: expected {best.step_seconds:.3g} s a step, {best.reserved / GIB:.1f} GiB a device\n"
         f"model: {{name_or_path: {json.dumps(model)}{start}}}\n{random}{wanted}"
-        f"data: {{seq_length: {workload.seq_length}}}  # add train: your files\n"
+        f"data:\n  seq_length: {workload.seq_length}\n"
+        "  # train: texts/*.jsonl   # your own: nothing is trained before this line names it\n"
         f"train: {{global_batch_size: {workload.global_batch_size}}}\n"
         f"layout: {layout}\n"
         f"{saved}"

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fivefold.config import RunConfig, check_supported, load_config
+from fivefold.config import RunConfig, check_named, check_supported, load_config
 from fivefold.core import history
 from fivefold.core.errors import UserError
 from fivefold.core.terminal import say, shown
@@ -74,6 +74,7 @@ def run(
         if nproc not in (None, workers):
             raise UserError(f"--nproc is {nproc}, but {workers} workers started", fix="leave --nproc out")
         check_model(config, layout=None if config.is_automatic else config.layout.resolve(workers))
+        check_named(config)
         is_fresh = path is None and not any(override.startswith("run.name=") for override in overrides)
         if world is None:
             config = _settled(config, workers, workers, is_fresh=is_fresh)
@@ -120,6 +121,7 @@ def _on_nodes(config: RunConfig, nproc: int | None, prove: Prove | None, listene
     workers = workers_of_node(kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
     nodes.check(config)
     check_model(config, layout=None)
+    check_named(config)
     with Workers(BODY, count=workers) as crew:
         data = _prepare(config, show=True)
         check_data(config, data)

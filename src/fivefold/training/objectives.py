@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.core.objectives import OBJECTIVES
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -27,20 +29,25 @@ class Objective:
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a loss without facts, which would train without a reference, and for facts alone."""
+        if (self.name in LOSSES) != self.has_pairs:
+            raise ValueError(f"{self.name} is one of LOSSES or of core.objectives.OBJECTIVES, and not of both")
+
     @property
     def has_pairs(self) -> bool:
         """True if the objective is defined on pairs of answers."""
-        return self.name in LOSSES
+        return self.name in OBJECTIVES
 
     @property
     def needs_reference(self) -> bool:
         """True if it compares with the log-probabilities of a reference model."""
-        return self.name in ("dpo", "ipo", "kto")
+        return self.has_pairs and OBJECTIVES[self.name].needs_reference
 
     @property
     def has_baseline(self) -> bool:
         """True if answers are rated, and compared with how much likelier answers to other prompts became."""
-        return self.name == "kto"
+        return self.has_pairs and OBJECTIVES[self.name].is_rated
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -50,7 +57,7 @@ class Objective:
     @property
     def uses_means(self) -> bool:
         """True if an answer counts by the mean over its tokens."""
-        return self.name not in ("dpo", "kto")
+        return self.has_pairs and OBJECTIVES[self.name].uses_means
 
 
 @dataclass(frozen=True)
@@ -161,6 +168,6 @@ def _orpo(objective: Objective, answers: Tensor, gains: Tensor, _: Ratings | Non
     return -answers[:, 0] - objective.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
 
 
-LOSSES: Mapping[str, Callable[[Objective, Tensor, Tensor, Ratings | None], Tensor]] = {
+LOSSES: dict[str, Callable[[Objective, Tensor, Tensor, Ratings | None], Tensor]] = {
     "dpo": _dpo, "ipo": _ipo, "orpo": _orpo, "simpo": _simpo, "kto": _kto,
 }  # fmt: skip

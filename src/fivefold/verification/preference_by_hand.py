@@ -31,32 +31,55 @@ def log_probs(case: ProofCase, logits_of: Callable[[Tensor], Tensor], dtype: tor
 
 def loss(case: ProofCase, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """The mean loss over pairs, and the means of the metrics: rewards of the chosen and the rejected answers, the
-    margin, the accuracy, and their log-probabilities, in the order of `objectives.METRICS`."""
-    if case.objective == "kto":
-        return _of_rated(case, sums)
-    before = torch.from_numpy(case.compared_with()).to(sums)
-    beta, means = case.beta, sums / counts
-    if case.objective == "dpo":
-        each = -F.logsigmoid(beta * ((sums[:, 0] - before[:, 0]) - (sums[:, 1] - before[:, 1])))
-        rewards, shown = beta * (sums - before), sums
-    elif case.objective == "ipo":
-        gains = means - before / counts
-        each, rewards, shown = (gains[:, 0] - gains[:, 1] - 1 / (2 * beta)) ** 2, beta * (sums - before), sums
-    elif case.objective == "simpo":
-        each = -F.logsigmoid(beta * (means[:, 0] - means[:, 1] - case.gamma / beta))
-        rewards, shown = beta * means, means
-    else:
-        ratio = torch.log1p(-means[:, 0].exp()) - torch.log1p(-means[:, 1].exp())
-        each = -means[:, 0] - beta * F.logsigmoid(means[:, 0] - means[:, 1] - ratio)
-        rewards, shown = beta * means, means
+    margin, the accuracy, and their log-probabilities, in the order of `objectives.METRICS`. Raises `ValueError` for an
+    objective without a formula."""
+    if case.objective in RATED:
+        return RATED[case.objective](case, sums)
+    if case.objective not in PAIRS:
+        raise ValueError(f"{case.objective} has no formula by hand, in PAIRS or RATED of this file")
+    each, rewards, shown = PAIRS[case.objective](case, sums, sums / counts, counts)
     margin = rewards[:, 0] - rewards[:, 1]
     told = [rewards[:, 0], rewards[:, 1], margin, (margin > 0).to(margin), shown[:, 0], shown[:, 1]]
     return each.mean(), torch.stack([number.detach().mean() for number in told])
 
 
-def _of_rated(case: ProofCase, sums: Tensor) -> tuple[Tensor, Tensor]:
+# Arguments of a formula: the case; log-probabilities of answers, their means over tokens, numbers of tokens, [P, 2]
+# each. Results: the loss of each pair [P]; the rewards, and the log-probabilities of metrics, [P, 2].
+Formula = Callable[[ProofCase, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def _before(case: ProofCase, sums: Tensor) -> Tensor:
+    return torch.from_numpy(case.compared_with()).to(sums)
+
+
+def _dpo(case: ProofCase, sums: Tensor, means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    gains = sums - _before(case, sums)
+    return -F.logsigmoid(case.beta * (gains[:, 0] - gains[:, 1])), case.beta * gains, sums
+
+
+def _ipo(case: ProofCase, sums: Tensor, means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    before = _before(case, sums)
+    gains = means - before / counts
+    return (gains[:, 0] - gains[:, 1] - 1 / (2 * case.beta)) ** 2, case.beta * (sums - before), sums
+
+
+def _simpo(case: ProofCase, sums: Tensor, means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    each = -F.logsigmoid(case.beta * (means[:, 0] - means[:, 1] - case.gamma / case.beta))
+    return each, case.beta * means, means
+
+
+def _orpo(case: ProofCase, sums: Tensor, means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    ratio = torch.log1p(-means[:, 0].exp()) - torch.log1p(-means[:, 1].exp())
+    each = -means[:, 0] - case.beta * F.logsigmoid(means[:, 0] - means[:, 1] - ratio)
+    return each, case.beta * means, means
+
+
+PAIRS: dict[str, Formula] = {"dpo": _dpo, "ipo": _ipo, "simpo": _simpo, "orpo": _orpo}
+
+
+def _kto(case: ProofCase, sums: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of KTO, and its metrics in the order of `objectives.RATED_METRICS`."""
-    gains = sums - torch.from_numpy(case.compared_with()).to(sums)
+    gains = sums - _before(case, sums)
     baseline = gains[:, 1].detach().mean().clamp(min=0)
     ratings = [piece.desirable for row in case.pairs() for piece in row if piece.answer == 0]
     good = [number for number, rating in enumerate(ratings) if rating]
@@ -65,3 +88,6 @@ def _of_rated(case: ProofCase, sums: Tensor) -> tuple[Tensor, Tensor]:
     disliked = case.undesirable_weight * (1 - torch.sigmoid(case.beta * (baseline - gains[bad, 0])))
     means = [rows.detach()[numbers, 0].mean() for rows in (case.beta * gains, sums) for numbers in (good, bad)]
     return torch.cat([liked, disliked]).mean(), torch.stack([*means, means[0] - means[1], baseline])
+
+
+RATED: dict[str, Callable[[ProofCase, Tensor], tuple[Tensor, Tensor]]] = {"kto": _kto}

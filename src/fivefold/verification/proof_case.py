@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from fivefold.config import OptimizerSection
+from fivefold.core.objectives import OBJECTIVES
 from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.data.shares import row_cost, shares
 from fivefold.parallel.adapters.settings import Lora
@@ -129,6 +130,7 @@ class ProofCase:
         """Pairs of answers in each row of a batch, for a preference objective. The second of every three rated ones is
         undesirable. In `whole_rows`, one pair of equally long answers fills a row: one batch of the reference."""
         rng, rows, number = np.random.default_rng([self.seed, 1_000_033]), list[list[Piece]](), 0
+        is_rated = self.objective in OBJECTIVES and OBJECTIVES[self.objective].is_rated
         for row in range(self.rows):
             pieces = list[Piece]()
             for parts in _PAIRS[row % len(_PAIRS)][: 1 if self.whole_rows else None]:
@@ -140,7 +142,7 @@ class ProofCase:
                 for answer, length in enumerate(answers):
                     ids = np.append(asked, rng.integers(0, self.vocabulary, length, dtype=np.uint32))
                     trained = np.arange(len(ids) - 1) >= prompt - 1
-                    desirable = number % 3 != 1 if self.objective == "kto" else None
+                    desirable = number % 3 != 1 if is_rated else None
                     pieces.append(Piece(ids, ids[1:], trained, answer=answer, pair=number, desirable=desirable))
                 number += 1
             rows.append(pieces)

@@ -34,7 +34,7 @@ def beta_applied_twice() -> Any:
     def twice(objective: Any, answers: Tensor, gains: Tensor, ratings: Any) -> Tensor:
         return plain(objective, answers, objective.beta * gains, ratings)
 
-    return patch.dict(objectives.LOSSES, {"dpo": twice})  # type: ignore[arg-type]
+    return patch.dict(objectives.LOSSES, {"dpo": twice})
 
 
 @fault(
@@ -258,7 +258,7 @@ def answers_to_other_prompts_trained() -> Any:
         others = plain(objective, answers, gains.flip(1), ratings)
         return plain(objective, answers, gains, ratings) + others - others.detach()
 
-    return patch.dict(objectives.LOSSES, {"kto": both})  # type: ignore[arg-type]
+    return patch.dict(objectives.LOSSES, {"kto": both})
 
 
 @fault(
