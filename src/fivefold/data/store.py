@@ -301,7 +301,7 @@ def store_folder(files: FileList, content: str, tokenizer: TokenizerInfo, root: 
 def made_by(files: FileList, tokenizer: TokenizerInfo) -> list[Any]:
     """The hashes, besides those of the texts, that determine the tokens of a source."""
     # Records may be examples, rendered by the template; that is known only once they are read.
-    written = [[tokenizer.template.digest, READING] for _, form in files.files[:1] if isinstance(form, Records)]
+    written = [tokenizer.template.digest for _, form in files.files[:1] if isinstance(form, Records)]
     return [tokenizer.digest, tokenizer.bos_token_ids, *written]
 
 
