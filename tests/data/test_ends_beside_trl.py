@@ -354,8 +354,9 @@ CORE = (("several turns", "a call", "edges"), ("lstrip", "rstrip trimmed"))
 ALL = (tuple(CONVERSATIONS), tuple(FLAGS))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("conversations", "flags"), [CORE, put_off(*ALL)], ids=["core", "all"])
+@pytest.mark.parametrize(
+    ("conversations", "flags"), [pytest.param(*CORE, marks=pytest.mark.full), put_off(*ALL)], ids=["core", "all"]
+)
 def test_masks_are_those_of_templates_for_training(
     conversations: Sequence[str], flags: Sequence[str], subtests: pytest.Subtests
 ) -> None:
