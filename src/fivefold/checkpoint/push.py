@@ -137,7 +137,7 @@ def _found(api: Any, to: Repository) -> _Found | None:
     branch = _info(api, to.name, to.revision) if to.revision else info
     at = to.revision if branch else None
     files = frozenset(api.list_repo_files(to.name, revision=at))
-    card = _text(to.name, _bytes(api, to.name, at or "main")) if CARD in files else ""
+    card = _card(api, to.name, at or "main") if CARD in files else ""
     return _Found((branch or info).sha, files, card, bool(info.private), branch is None)
 
 
@@ -152,18 +152,17 @@ def _info(api: Any, name: str, revision: str | None = None) -> Any:
         return None
 
 
-def _bytes(api: Any, name: str, revision: str) -> bytes:
-    """The newest model card of a branch, past the cache."""
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+def _card(api: Any, name: str, revision: str) -> str:
+    """The newest model card of a branch, past the cache. Raises `UserError` if an export's cannot be merged into it."""
+    from huggingface_hub import get_session, get_token, hf_raise_for_status
 
-    url = f"{api.endpoint}/{name}/resolve/{quote(revision, safe='')}/{CARD}"
-    response = get_session().get(url, headers=build_hf_headers(), timeout=SECONDS)
+    url, token = f"{api.endpoint}/{name}/resolve/{quote(revision, safe='')}/{CARD}", get_token()
+    response = get_session().get(url, headers={"Authorization": f"Bearer {token}"} if token else {}, timeout=SECONDS)
     hf_raise_for_status(response)
-    return response.content
+    return _text(name, response.content)
 
 
 def _text(name: str, card: bytes) -> str:
-    """The text of a repository's model card, into which an export's can be merged."""
     try:
         text = card.decode("utf-8-sig").replace("\r\n", "\n")
         merged_card(text, "")

@@ -137,7 +137,7 @@ def _tokenise(todo: Sequence[tuple[Units, int]], workers: int, progress: Progres
                 running[process] = units.units[number].size
             if not running:
                 return
-            free = wait(list(running))
+            free = list[Any](wait(list(running)))
             for process in free:
                 if error := process.recv():
                     raise error
