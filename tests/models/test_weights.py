@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fivefold.core.alike import difference
 from fivefold.core.errors import UserError
 from fivefold.models import merged, random_stream
 from fivefold.models.build import build_meta
 from fivefold.models.random_stream import Normal, RandomStream, TruncatedNormal, Uniform, philox
 from fivefold.models.recipe import Constant, check_drawable, read_recipe
-from fivefold.models.sources import RandomInit, SafetensorsFolder, weights_digest
+from fivefold.models.sources import RandomInit, SafetensorsFolder, folder_digests, weights_digest
 from tests.models import tiny
 
 DISTRIBUTIONS = [Normal(0.5, 2.0), Uniform(-1.0, 3.0), TruncatedNormal(0.0, 1.0, -1.5, 2.0)]
@@ -383,3 +384,38 @@ def test_weights_are_named_by_what_is_in_them(tmp_path: Path) -> None:
         save_file({"w": tensor}, tmp_path / "model.safetensors")
         found.append(weights_digest(tmp_path))
     assert found[0] == found[1] != found[2]
+
+
+def sharded(folder: Path, tensors: dict[str, torch.Tensor], *files: list[str]) -> Path:
+    """A folder that holds the named tensors in files of their own."""
+    folder.mkdir()
+    for number, names in enumerate(files):
+        save_file({name: tensors[name] for name in names}, folder / f"{number}.safetensors")
+    weight_map = {name: f"{number}.safetensors" for number, names in enumerate(files) for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def test_digests_see_each_tensor_at_both_ends_and_do_not_depend_on_the_files(tmp_path: Path) -> None:
+    large = torch.arange(2**20, dtype=torch.float32)  # 4 MiB: sampled, at its ends too
+    tensors = {"large": large, "small": torch.zeros(16_000), "one": torch.zeros(1)}
+    plain = weights_digest(sharded(tmp_path / "plain", tensors, ["large", "small"], ["one"]))
+    assert weights_digest(sharded(tmp_path / "again", tensors, ["one", "small"], ["large"])) == plain
+    for name, at in (("large", 0), ("large", -1), ("small", 7777), ("one", 0)):
+        other = {**tensors, name: tensors[name].clone()}
+        other[name][at] += 1
+        folder = sharded(tmp_path / f"{name}{at}", other, ["large", "small"], ["one"])
+        found = difference(folder_digests(folder), folder_digests(tmp_path / "plain"))
+        assert weights_digest(folder) != plain and found is not None
+        assert found[0] == f"{1 if name == 'one' else 0}.safetensors: {name}"
+    typed = sharded(tmp_path / "typed", {**tensors, "one": torch.zeros(1, dtype=torch.int32)}, [*tensors])
+    assert weights_digest(typed) != plain  # the same bytes
+
+
+def test_a_digest_of_an_earlier_version_is_compared_in_its_form(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(512.0).view(8, 64)}, tmp_path / "model.safetensors")
+    before = "4a59b176b6be284c4d94669b363daa26"
+    assert weights_digest(tmp_path, like=before) == before != weights_digest(tmp_path)
+    assert weights_digest(tmp_path, like=weights_digest(tmp_path)) == weights_digest(tmp_path)
+    save_file({"w": torch.arange(512.0).view(8, 64) + 1}, tmp_path / "model.safetensors")
+    assert weights_digest(tmp_path, like=before) != before

@@ -127,7 +127,7 @@ def test_a_checkpoint_of_another_objective_has_no_keys_of_it(tmp_path: Path) -> 
 
 
 def test_ranks_compare_what_is_in_the_file(tmp_path: Path) -> None:
-    config, data, fields = RunConfig.model_validate(tree_of(tmp_path)), Mock(), []
+    config, data, fields = RunConfig.model_validate(tree_of(tmp_path)), Mock(files={}), []
     for source in (FOCAL, FOCAL + "\n"):
         (tmp_path / "my_loss.py").write_text(source)
         fields.append(agreed.fields(config, data))

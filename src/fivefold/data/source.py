@@ -162,8 +162,8 @@ class FileList:
     known: dict[Path, str] = field(default_factory=dict, compare=False, repr=False)
 
     def digests(self, root: Path) -> list[str]:
-        """A hash of the contents of each file, made once."""
-        self.known.update({path: form.digest(path, root) for path, form in self.files if path not in self.known})
+        """A hash of the contents of each file, now; `named` has them from then on."""
+        self.known.update({path: form.digest(path, root) for path, form in self.files})
         return [self.known[path] for path, _ in self.files]
 
     @property

@@ -462,7 +462,7 @@ def _agree(file: Path, about: Mapping[str, Any]) -> None:
                 fix=f"{FIX}; to change them, end all nodes first",
                 more=_PAGE,
             )
-            if number == said["round"]:
+            if number == said.get("round"):
                 locked.write(json.dumps({**said, "refused": error.to_json()}))
                 rounds.write(json.dumps({**now, "closed": True}))
     except RendezvousConnectionError as failed:
