@@ -50,7 +50,8 @@ class Origin:
 def copied(folder: Path) -> list[Path]:
     """The files of a model's folder that travel with it unchanged: those of its processors, and its terms."""
     terms = {path for pattern in _TERMS for path in folder.glob(pattern) if _TEXT.fullmatch(path.suffix)}
-    return sorted(path for path in {*terms, *map(folder.joinpath, hf_internals.processor_files())} if path.is_file())
+    others = {*folder.glob("[!.]*processor_config.json"), *map(folder.joinpath, hf_internals.processor_files())}
+    return sorted(path for path in terms | others if path.is_file())
 
 
 def _read(path: Path) -> bytes:
