@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint.base import base_source, check_base
-from fivefold.checkpoint.card import model_card
+from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.load import Checkpoint
-from fivefold.checkpoint.model_folder import OF_MODEL, beside, contents, hub_id, json_text, save_tensors
+from fivefold.checkpoint.model_folder import OF_MODEL, beside, hub_id, json_text, save_tensors
 from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
 from fivefold.config import RunConfig, parse_config
 from fivefold.core.errors import UserError
 from fivefold.data.tokenizer import tokenizer_files
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
-from fivefold.models.origin import CARD, copied
+from fivefold.models.origin import copied
 from fivefold.parallel.adapters.facts import targets_of
 from fivefold.parallel.adapters.merge_check import MergeCheck, Stored, check_merged
 from fivefold.parallel.adapters.peft_folder import CONFIG, WEIGHTS, base_name, config_beside, names_in_peft, to_peft
@@ -99,7 +99,7 @@ class CheckpointAdapter:
             self.checkpoint, run, arguments=arguments, dtype=str(kind).removeprefix("torch."), adapted=self.parameters,
         )  # fmt: skip
         folder = self.checkpoint.model_folder
-        files = {**contents(folder, self.checkpoint.manifest.files), CARD: card.encode()}
+        files = {**self.checkpoint.model_files(), CARD: card.encode()}
         files = {name: files[name] for name in files.keys() - OF_MODEL}
         base = self.config.model.name_or_path
         base = base_name(base, is_local=hub_id(folder, base) is None)

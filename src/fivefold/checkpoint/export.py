@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fivefold.checkpoint import adapter_export, model_folder
-from fivefold.checkpoint.card import model_card
+from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import best_step, find_checkpoint
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
@@ -25,7 +25,6 @@ from fivefold.core.hub import Repository
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.merged import Merged, split
-from fivefold.models.origin import CARD
 from fivefold.models.recipe import stored_buffers
 from fivefold.parallel.adapters.merge_check import MergeCheck
 
@@ -98,7 +97,7 @@ def _export(
     if beside is not None:
         _check_free(out, force)
         source, check = beside.merged(known.stored, room)
-    files = model_folder.contents(checkpoint.model_folder, checkpoint.manifest.files)
+    files = checkpoint.model_files()
     card = model_card(checkpoint, run, arguments=arguments, dtype=_name(target), lacks=known.lacks)
     size = write_folder(source, out, {**files, CARD: card.encode()}, known, force=force, file_bytes=file_bytes)
     parameters = sum(prod(source.shape(name)) for name in source.ordered if name not in known.buffers)

@@ -76,6 +76,11 @@ class Checkpoint:
         """Config, tokenizer and generation config: a Hugging Face folder without its weights."""
         return self.path / FOLDER
 
+    def model_files(self) -> dict[str, bytes]:
+        """Contents of the files of the model folder that the manifest names, by their paths in it."""
+        names = (Path(file).relative_to(FOLDER) for file in self.manifest.files if file.startswith(f"{FOLDER}/"))
+        return {name.as_posix(): (self.model_folder / name).read_bytes() for name in sorted(names)}
+
     @property
     def kinds(self) -> tuple[str, ...]:
         """`weight`, and the optimizer's per-element states."""

@@ -6,7 +6,7 @@ tokenizer, processors and licence: a checkpoint does not need the folder that it
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,13 +55,6 @@ def model_files(
     copied = tokenizer_files(tokenizer) if tokenizer is not None else []
     of_tokenizer = {str(path.relative_to(tokenizer or path)): path.read_bytes() for path in copied}
     return {**origin.files, **of_tokenizer, **files}
-
-
-def contents(folder: Path, saved: Iterable[str]) -> dict[str, bytes]:
-    """The result of `model_files`, read from the folder of a checkpoint. `saved`: the files that its manifest lists;
-    whatever else lies in the folder is not the checkpoint's."""
-    names = sorted(name.removeprefix(f"{FOLDER}/") for name in saved if name.startswith(f"{FOLDER}/"))
-    return {name: (folder / name).read_bytes() for name in names}
 
 
 @contextmanager
