@@ -175,10 +175,12 @@ def test_only_files_of_the_manifest_leave(run: Path, tmp_path: Path) -> None:
 
 def test_what_travels_is_text_with_a_known_name(tmp_path: Path) -> None:
     for name in ("LICENSE", "License-2.0", "LICENSE.md", "NOTICE.txt", "processor_config.json", "chat_template.jinja",
-                 "LICENSE.py", "LICENSE.bin", ".env", "notes.py", "my_config.json", "adapter_config.json"):  # fmt: skip
+                 "image_processor_config.json", ".a_processor_config.json", "LICENSE.py", "LICENSE.bin",
+                 ".env", "notes.py", "my_config.json", "adapter_config.json"):  # fmt: skip
         (tmp_path / name).touch()
     assert [path.name for path in copied(tmp_path)] == [
-        "LICENSE", "LICENSE.md", "License-2.0", "NOTICE.txt", "chat_template.jinja", "processor_config.json"
+        "LICENSE", "LICENSE.md", "License-2.0", "NOTICE.txt", "chat_template.jinja", "image_processor_config.json",
+        "processor_config.json",
     ]  # fmt: skip
     assert "chat_template.jinja" not in Origin.read("a", tmp_path, with_template=False).files
     (tmp_path / "COPYING").symlink_to(__file__)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint.base import base_source, check_base
-from fivefold.checkpoint.card import model_card
+from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.model_folder import OF_MODEL, beside, hub_id, json_text, save_tensors
 from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
@@ -22,7 +22,7 @@ from fivefold.core.errors import UserError
 from fivefold.data.tokenizer import tokenizer_files
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
-from fivefold.models.origin import CARD, copied
+from fivefold.models.origin import copied
 from fivefold.parallel.adapters.facts import targets_of
 from fivefold.parallel.adapters.merge_check import MergeCheck, Stored, check_merged
 from fivefold.parallel.adapters.peft_folder import CONFIG, WEIGHTS, base_name, config_beside, names_in_peft, to_peft

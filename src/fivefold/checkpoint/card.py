@@ -15,6 +15,7 @@ from fivefold.config import RunConfig, parse_config
 from fivefold.core import json_lines
 from fivefold.data.source import HUB
 
+CARD = "README.md"
 _POINTS = 10  # rows of the curve
 _UNKNOWN = "unknown"
 _TAGS = ("fivefold", "lora")

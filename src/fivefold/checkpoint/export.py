@@ -17,7 +17,7 @@ import torch
 
 from fivefold.checkpoint import adapter_export, model_folder
 from fivefold.checkpoint import push as hub
-from fivefold.checkpoint.card import model_card
+from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import best_step, find_checkpoint
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.push import Pushed
@@ -27,7 +27,6 @@ from fivefold.core.hub import Repository
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.merged import Merged, split
-from fivefold.models.origin import CARD
 from fivefold.models.recipe import stored_buffers
 from fivefold.parallel.adapters.merge_check import MergeCheck
 

@@ -16,12 +16,11 @@ from urllib.parse import quote
 
 import yaml
 
-from fivefold.checkpoint.card import merged_card
+from fivefold.checkpoint.card import CARD, merged_card
 from fivefold.core.errors import UserError
 from fivefold.core.hub import SECONDS, Repository
 from fivefold.core.text import listed
 from fivefold.data.tokenizer import TOKENIZER_FILES
-from fivefold.models.origin import CARD
 
 _TRIES = 3  # if others commit to the branch meanwhile
 _HUBS_OWN, _IGNORES = ".gitattributes", ".gitignore"

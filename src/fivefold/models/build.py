@@ -122,7 +122,7 @@ def _dtype(hf_config: PreTrainedConfig, model: PreTrainedModel, weights: Path | 
     stated: torch.dtype | None = own.dtype
     if stated is not None or weights is None:
         return stated
-    with suppress(Exception):  # damaged files, of which their reader tells
+    with suppress(Exception):  # the reader of damaged files reports them
         return hf_internals.dtype_of_files(weights)
     return None
 

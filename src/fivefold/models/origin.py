@@ -10,12 +10,12 @@ from pathlib import Path
 
 import yaml
 from huggingface_hub import metadata_load
+from huggingface_hub.constants import REPOCARD_NAME
 
 from fivefold.core.errors import UserError
 from fivefold.core.hub import is_hub_id
 from fivefold.models import hf_internals
 
-CARD = "README.md"
 # Terms that a model must travel with, as their files are called: patterns, in any case.
 _TERMS = tuple(
     "".join(f"[{letter.upper()}{letter}]" for letter in word) + "*"
@@ -26,7 +26,7 @@ _TEXT = re.compile(
 )  # the end of their names: LICENSE-2.0, and no LICENSE.py
 _MOST_BYTES = 2**24
 # Its files on the hub, as patterns, besides weights and JSON.
-FILES = (CARD, *_TERMS, "*.jinja")
+FILES = (REPOCARD_NAME, *_TERMS, "*.jinja")
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,14 @@ class Origin:
         run's."""
         left_out = () if with_template else hf_internals.TEMPLATE_FILES
         files = {path.name: _read(path) for path in copied(folder) if path.name not in left_out}
-        return cls(name if is_hub_id(name) else None, _licence(folder / CARD), files)
+        return cls(name if is_hub_id(name) else None, _licence(folder / REPOCARD_NAME), files)
 
 
 def copied(folder: Path) -> list[Path]:
     """The files of a model's folder that travel with it unchanged: those of its processors, and its terms."""
     terms = {path for pattern in _TERMS for path in folder.glob(pattern) if _TEXT.fullmatch(path.suffix)}
-    return sorted(path for path in {*terms, *map(folder.joinpath, hf_internals.processor_files())} if path.is_file())
+    others = {*folder.glob("[!.]*processor_config.json"), *map(folder.joinpath, hf_internals.processor_files())}
+    return sorted(path for path in terms | others if path.is_file())
 
 
 def _read(path: Path) -> bytes:

@@ -45,7 +45,7 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
     check_lengths(hf_config, config.data.seq_length, how="set data.seq_length to {limit} or less")
     if config.model.init == "random":
         return build_meta(hf_config)
-    # A resumed run never reads the first weights: they are fetched here only if some may be tied, or tell their type.
+    # A resumed run never reads the first weights: they are fetched here only if some may be tied, or for their type.
     reads = getattr(hf_config, "tie_word_embeddings", True) or hf_config.dtype is None
     needed = ("*.safetensors", "*.json") if reads else ("*.json",)
     folder = weights_folder(config.model.name_or_path, files=(*needed, *origin.FILES))
