@@ -13,7 +13,11 @@ from fivefold.planner.estimate import Workload
 from fivefold.verification import resolve
 
 SAYS = 'data.train is not set: no text to train on is named\nname your own: data: {train: "texts/*.jsonl"}'
-MODEL = "model: {name_or_path: llama-3.2-1b, overrides: {num_hidden_layers: 1}}\ntrain: {device: cpu, max_steps: 1}\n"
+MODEL = """
+model: {name_or_path: llama-3.2-1b, overrides: {num_hidden_layers: 1, hidden_size: 64, intermediate_size: 64}}
+tokenizer: {name_or_path: byte}
+train: {device: cpu, max_steps: 1}
+"""
 
 
 @pytest.fixture
@@ -27,7 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "command",
     [
         "train run.yaml", "train run.yaml --verify", "train run.yaml layout=auto", 
-        "train run.yaml data.streaming=true tokenizer.name_or_path=byte",
+        "train run.yaml data.streaming=true",
        
         "train run.yaml data.train=[]", "train run.yaml data.train=null", "train model.name_or_path=llama-3.2-1b",
         "train run.yaml train.nodes=2", "data run.yaml", "data run.yaml --prepare", "compare run.yaml run.yaml",
