@@ -51,26 +51,18 @@ def is_gguf(path: Path) -> bool:
     return head.startswith(b"GGUF") and b"\0" in head
 
 
-def check_not_gguf(path: Path) -> None:
-    """Raise `UserError` for a GGUF file, and for a folder that has one but no config.json."""
-    if path.suffix == ".gguf" or is_gguf(path):
-        raise _gguf(path)
-    if not (path / "config.json").is_file():
-        check_only_gguf(path)
-
-
-def check_only_gguf(folder: Path) -> None:
-    """Raise `UserError` for a folder, without other weights, that has a GGUF file."""
-    if found := sorted(file.name for file in folder.glob("*.gguf")):
-        raise _gguf(folder, f" ({found[0]})")
-
-
-def _gguf(path: Path, file: str = "") -> UserError:
-    return UserError(
-        f"{path} holds quantised weights as GGUF{file}, the file of llama.cpp, which is not read here",
-        fix="write a Hugging Face folder of it by transformers, once",
-        more="docs/start/first_fine_tune.md",
-    )
+def check_not_gguf(path: Path, *, is_alone: bool = False) -> None:
+    """Raise `UserError` for a GGUF file, and for a folder that has one but no config.json. `is_alone`: for any folder
+    that has one, as it has no other weights."""
+    has_others = (path / "config.json").is_file() and not is_alone
+    inside = [] if has_others else sorted(file.name for file in path.glob("*.gguf"))
+    if inside or path.suffix == ".gguf" or is_gguf(path):
+        name = f" ({inside[0]})" if inside else ""
+        raise UserError(
+            f"{path} holds quantised weights as GGUF{name}, the file of llama.cpp, which is not read here",
+            fix="write a Hugging Face folder of it by transformers, once",
+            more="docs/start/first_fine_tune.md",
+        )
 
 
 def check_counts(values: Mapping[str, Any], name: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
-from fivefold.core.folder_config import check_no_code, check_no_noise, check_only_gguf, read_folder_config
+from fivefold.core.folder_config import check_no_code, check_no_noise, check_not_gguf, read_folder_config
 from fivefold.core.hub import config_file, is_hub_id
 from fivefold.core.model_limits import ModelLimits
 from fivefold.core.nearby import runs
@@ -99,7 +99,7 @@ def _check_weights(name: str, path: Path) -> None:
         )
     if any(path.glob("*.safetensors")):
         return
-    check_only_gguf(path)
+    check_not_gguf(path, is_alone=True)
     pickled = sorted(file.name for file in path.glob("*.bin"))
     convert = "convert the .bin where you trust it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
     raise UserError(

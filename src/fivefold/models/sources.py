@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from fivefold.core import safetensors_header, strict_json
 from fivefold.core.alike import WHOLE, sampled
 from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError, first_line
-from fivefold.core.folder_config import check_not_gguf, check_only_gguf
+from fivefold.core.folder_config import check_not_gguf
 from fivefold.core.text import listed
 from fivefold.models import hf_internals, merged
 from fivefold.models import recipe as recipes
@@ -31,8 +32,8 @@ from fivefold.models.random_stream import Region, whole
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SAMPLE = 1024
-_FORM = "2-"  # begins a digest of `tensor_digests`, which those of earlier versions do not
-_READERS, _AT_ONCE = 16, 32  # threads, since a disk is slow to answer and not to deliver; tensors of one at a time
+_FORM = "2-"  # begins a digest of `folder_digests`, which those of earlier versions do not
+_READERS = 16  # threads, since a disk is slow to answer and not to deliver
 _COMPARED = 2**22  # values of a tensor that are read at once
 # Buffers in old exports that every model computes itself.
 _COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")
@@ -260,12 +261,12 @@ def _locate(folder: Path) -> dict[str, Path]:
     """{tensor name: its file}; a single file takes precedence over an index, as in `transformers`."""
     if (folder / _SINGLE).is_file():
         path = _inside(folder, _SINGLE)
-        return dict.fromkeys(_header(path), path)
+        return dict.fromkeys(header(path), path)
     if (folder / _INDEX).is_file():
         weight_map = _read_index(folder / _INDEX)
         files = {file: _inside(folder, file) for file in set(weight_map.values())}
         return {name: files[file] for name, file in weight_map.items()}
-    check_only_gguf(folder)
+    check_not_gguf(folder, is_alone=True)
     pickled = sorted(file.name for file in folder.glob("*.bin"))
     if pickled:
         raise UserError(
@@ -278,10 +279,10 @@ def _locate(folder: Path) -> dict[str, Path]:
 
 
 def weights_digest(folder: Path, *, like: str = "") -> str:
-    """A hash of the weights in a folder, whatever files they are in: that of `tensor_digests`. `like`: of a digest that
+    """A hash of the weights in a folder, whatever files they are in: that of `folder_digests`. `like`: of a digest that
     an earlier version wrote, the hash in its form: 1 KiB from the middle of each tensor. Raises `UserError`."""
     if not like or like.startswith(_FORM):
-        return str(tensor_digests(_locate(folder))[WHOLE])
+        return str(folder_digests(folder)[WHOLE])
     located, found = _locate(folder), list[tuple[str, str, list[int], str]]()
     for name, entry in _entries(located).items():
         with located[name].open("rb") as file:
@@ -291,38 +292,30 @@ def weights_digest(folder: Path, *, like: str = "") -> str:
     return key_of(sorted(found))
 
 
-def folder_digests(folder: Path) -> dict[str, Any]:
-    """`tensor_digests` of the weights in a folder."""
-    return tensor_digests(_locate(folder))
+def folder_digests(folder: Path, file: str = "") -> dict[str, Any]:
+    """A digest of each tensor in a folder, by file and by name: its type, its shape and samples of its bytes
+    (`core/alike.py`); and as `WHOLE` one of all that does not depend on the files. `file`: only that one, of any name.
+    Raises `UserError`."""
+    located = dict.fromkeys(header(folder / file), folder / file) if file else _locate(folder)
+    entries, names = _entries(located), sorted(located, key=lambda name: (located[name].name, name))
 
-
-def tensor_digests(located: Mapping[str, Path]) -> dict[str, Any]:
-    """A digest of the type, the shape and samples of the bytes (`core/alike.py`) of each tensor, by file and by name,
-    and as `WHOLE` one of all that does not depend on the files. `located`: the file of each tensor. Raises
-    `UserError`."""
-    entries, found, parts = _entries(located), dict[Path, dict[str, str]](), list[tuple[Path, list[str]]]()
-    for name, path in sorted(located.items(), key=lambda pair: (pair[1].name, pair[0])):
-        found.setdefault(path, {})[name] = ""
-    for path, of_file in found.items():
-        parts += [(path, [*of_file][at : at + _AT_ONCE]) for at in range(0, len(of_file), _AT_ONCE)]
-
-    def read(part: tuple[Path, list[str]]) -> None:
-        path, names = part
-        with path.open("rb") as opened:
+    def digest(name: str) -> str:
+        entry = entries[name]
+        with located[name].open("rb", buffering=0) as opened:
             if hasattr(os, "posix_fadvise"):  # otherwise 128 KiB are read for each sample
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            for name in names:
-                entry = entries[name]
-                kind = f"{entry.dtype} {list(entry.shape)}"
-                found[path][name] = sampled(opened.fileno(), entry.start, entry.stop, kind)
+            return sampled(opened.fileno(), entry.start, entry.stop, f"{entry.dtype} {list(entry.shape)}")
 
     with ThreadPoolExecutor(_READERS) as pool:
         try:
-            list(pool.map(read, parts))
+            digests = dict(zip(names, pool.map(digest, names), strict=True))
         except OSError as error:
             raise UserError(f"{error.filename} cannot be read: {error}", fix="download the file again") from error
-    whole = key_of(sorted(pair for of_file in found.values() for pair in of_file.items()))
-    return {**{path.name: of_file for path, of_file in found.items()}, WHOLE: f"{_FORM}{whole}"}
+    by_file = groupby(names, key=lambda name: located[name].name)
+    return {
+        **{path: {name: digests[name] for name in of_file} for path, of_file in by_file},
+        WHOLE: f"{_FORM}{key_of(sorted(digests.items()))}",
+    }
 
 
 def _read_index(path: Path) -> Mapping[str, str]:
@@ -360,7 +353,7 @@ def _open(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: {error}", fix="download the file again") from error
 
 
-def _header(path: Path) -> Mapping[str, safetensors_header.Entry]:
+def header(path: Path) -> Mapping[str, safetensors_header.Entry]:
     """The tensors of a file, after checking that it is a safetensors file. Raises `UserError`."""
     try:
         with path.open("rb") as file:
@@ -374,7 +367,7 @@ def _entries(files: Mapping[str, Path]) -> dict[str, safetensors_header.Entry]:
     found = {}
     for path in sorted(set(files.values())):
         named = {name for name, where in files.items() if where == path}
-        entries = _header(path)
+        entries = header(path)
         absent = named - entries.keys()
         if absent:
             raise UserError(f"{path} lacks {listed(sorted(absent), 6)}, which the index places there")

@@ -13,14 +13,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fivefold.core import safetensors_header, strict_json
+from fivefold.core import strict_json
 from fivefold.core.errors import UserError
 from fivefold.core.hub import looks_like_id
 from fivefold.core.text import listed
 from fivefold.models.build import ADAPTER
 from fivefold.models.facts import ModelFacts
 from fivefold.models.random_stream import Region
-from fivefold.models.sources import TensorSource, check_numbers, tensor_digests
+from fivefold.models.sources import TensorSource, check_numbers, folder_digests, header
 from fivefold.parallel.adapters.facts import A, B, Target, targets_of
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.adapters.sources import Layered, experts, linears
@@ -119,13 +119,7 @@ def with_peft_folder(folder: str | Path, lora: Lora, facts: ModelFacts, base: Te
 
 def adapter_digests(path: str | Path) -> dict[str, Any]:
     """The config of the adapter in a folder, and digests of its tensors. Raises `UserError`."""
-    file = Path(path) / WEIGHTS
-    try:
-        with file.open("rb") as opened:
-            names = safetensors_header.read(opened)
-    except (ValueError, OSError) as error:
-        raise UserError(f"{file} cannot be read: {error}", fix="name the folder of a PEFT adapter") from error
-    return {CONFIG: _read_config(Path(path)), "weights": tensor_digests(dict.fromkeys(names, file))}
+    return {CONFIG: _read_config(Path(path)), "weights": folder_digests(Path(path), WEIGHTS)}
 
 
 class PeftFolder(TensorSource):
@@ -135,11 +129,7 @@ class PeftFolder(TensorSource):
         """Raises `UserError` for a folder without an adapter, or with another one than `lora` on `targets`."""
         self._file, config = Path(path) / WEIGHTS, _read_config(Path(path))
         _check_config(path, config, lora)
-        try:
-            with self._file.open("rb") as file:
-                found = safetensors_header.read(file)
-        except (ValueError, OSError) as error:
-            raise UserError(f"{self._file} cannot be read: {error}", fix="name the folder of a PEFT adapter") from error
+        found = header(self._file)
         self.shapes = {name: shape for target in targets for name, shape in target.shapes(lora.rank).items()}
         self._named = names_in_peft(targets)
         wanted = {self._named[name]: _shape_in_peft(name, shape) for name, shape in self.shapes.items()}
