@@ -434,7 +434,7 @@ class StoreWriter:
         if isinstance(document, TokenIds):
             return []
         if isinstance(document, str):
-            return self._looked_at([Text(document)])
+            return [Text(document)]
         self.examples += 1
         eos = tokenizer.id_to_token(self.tokenizer.eos_token_id) or ""
         self.pairs += isinstance(document, Preference)
@@ -442,11 +442,6 @@ class StoreWriter:
         each = [document.first, document.second] if isinstance(document, Preference) else [document]
         texts = [example.rendered(self.tokenizer.template, eos) for example in each]
         self.left_out |= dict.fromkeys(what for text in texts for what in text.left_out)
-        return self._looked_at(texts)
-
-    def _looked_at(self, texts: list[Text]) -> list[Text]:
-        """The texts of a document, whose odd characters are counted."""
-        self.odd.update(character for character in _ODD if any(character in text.text for text in texts))
         return texts
 
     def _tokens(self, batch: list[Document], tokenizer: Any) -> Iterator[Tokens]:
@@ -455,6 +450,8 @@ class StoreWriter:
         texts = [text for side in both for text in side]
         is_example = any(text.trained is not None for text in texts)
         strings = [text.text for text in texts]
+        for side in both:
+            self.odd.update(character for character in _ODD if any(character in text.text for text in side))
         sequences = map(self._sequence, texts, Encoder(tokenizer, with_spans=is_example).encode(strings))
         with encoding(self.tokenizer.folder, tokenizer, strings):
             for document, sides in zip(batch, both, strict=True):
