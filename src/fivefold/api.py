@@ -201,7 +201,7 @@ def export(
     this, and the first one writes; see `fivefold.own_loop.export`. Raises `UserError` if there is no such run or step,
     or if the hub refuses.
     """
-    target = repository(push, private, revision, public=public, replace=replace)
+    target = repository(push, private=private, revision=revision, public=public, replace=replace)
     if isinstance(run, Run | str | Path):
         from fivefold.checkpoint.export import export as export_run
         from fivefold.launch.memory import room

@@ -15,7 +15,7 @@ from fivefold.core.units import human
 from fivefold.launch.worker import imported
 
 if TYPE_CHECKING:
-    from fivefold.checkpoint.export import Exported
+    from fivefold.checkpoint.push import Pushed
     from fivefold.parallel.adapters.merge_check import MergeCheck
 
 _MOST = 20  # files named in a line
@@ -73,7 +73,7 @@ def export(
     from fivefold.checkpoint.export import export as export_run
     from fivefold.launch.memory import room
 
-    free, to = room(), repository(push, private, revision, public=public, replace=replace)
+    free, to = room(), repository(push, private=private, revision=revision, public=public, replace=replace)
     done = export_run(
         run, out, step=step, best=best, dtype=dtype.value if dtype else None, force=force, merge=merge,
         push=to, room=free.free if free else None,
@@ -83,7 +83,7 @@ def export(
     kind = str(done.dtype).removeprefix("torch.")
     if done.is_adapter:
         say(f"{out} is a PEFT adapter: {human(done.parameters)} parameters in {kind}, {human(done.bytes)}B")
-        _say_pushed(done)
+        _say_pushed(done.push)
         for line in uses_of_adapter(to or out, run, str(out)):
             say(line)
         return
@@ -92,20 +92,20 @@ def export(
         say(line)
     if done.check is not None:
         say(_compared(done.check, kind))
-    _say_pushed(done)
+    _say_pushed(done.push)
     for line in uses(to or out):
         say(line)
 
 
-def _say_pushed(done: "Exported") -> None:
+def _say_pushed(pushed: "Pushed | None") -> None:
     """Print where an export is on the hub, if it was pushed, and what else is or was there."""
-    if not done.pushed or done.push is None:
+    if pushed is None:
         return
-    say(f"pushed to {done.pushed}")
-    if done.push.removed:
-        say(f"removed: {listed(done.push.removed, _MOST)}; commit {done.push.before[:8]} has them")
-    if done.push.kept:
-        say(f"kept: {listed(done.push.kept, _MOST)}")
+    say(f"pushed to {pushed.address}")
+    if pushed.removed:
+        say(f"removed: {listed(pushed.removed, _MOST)}; commit {pushed.before[:8]} has them")
+    if pushed.kept:
+        say(f"kept: {listed(pushed.kept, _MOST)}")
 
 
 def _compared(check: "MergeCheck", kind: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fivefold.core.errors import UserError
 
@@ -20,6 +21,13 @@ def is_hub_id(name: str) -> bool:
 def looks_like_id(name: str) -> bool:
     """True for `org/name`, whatever is here."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """True if a path leads to a place in the folder, or, from a snapshot of the hub's cache, to one of its blobs."""
+    place, root = path.resolve(), folder.resolve()
+    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
+    return place.is_relative_to(root) or place.is_relative_to(blobs)
 
 
 def snapshot(name: str, files: Sequence[str], *, key: str) -> Path:
@@ -103,13 +111,11 @@ class Repository:
         return UserError(f"{self.name} was not pushed: {what}{more}", fix=fix)
 
 
-def repository(
-    name: str | None, private: bool, revision: str | None, *, public: bool = False, replace: bool = False
-) -> Repository | None:
-    """The repository that five options name. Raises `UserError` for options without a name."""
+def repository(name: str | None, **options: Any) -> Repository | None:
+    """The repository of a name and the other fields of `Repository`. Raises `UserError` for these without a name."""
     if name is not None:
-        return Repository(name, private, revision, public, replace)
-    if private or public or replace or revision is not None:
+        return Repository(name, **options)
+    if any(options.values()):
         what = "private, public, replace and revision are of a repository, and none is named"
         raise UserError(what, fix="name one: push org/name")
     return None

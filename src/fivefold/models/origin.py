@@ -13,7 +13,7 @@ from huggingface_hub import metadata_load
 from huggingface_hub.constants import REPOCARD_NAME
 
 from fivefold.core.errors import UserError
-from fivefold.core.hub import is_hub_id
+from fivefold.core.hub import is_hub_id, is_inside
 from fivefold.models import hf_internals
 
 # Terms that a model must travel with, as their files are called: patterns, in any case.
@@ -56,13 +56,9 @@ def copied(folder: Path) -> list[Path]:
 
 def _read(path: Path) -> bytes:
     """The contents of a small file of a folder. Raises `UserError` for a large one, and a link that leads out of it."""
-    place, roots = path.resolve(), [path.parent.resolve()]
-    if roots[0].parent.name == "snapshots":  # of the hub's cache
-        roots.append(roots[0].parent.parent / "blobs")
-    if not any(place.is_relative_to(root) for root in roots):
-        raise UserError(
-            f"{path} is a link to {place}, which is not inside the folder", fix="copy the file into the folder"
-        )
+    if not is_inside(path, path.parent):
+        what = f"{path} is a link to {path.resolve()}, which is not inside the folder"
+        raise UserError(what, fix="copy the file into the folder")
     if (size := path.stat().st_size) > _MOST_BYTES:
         raise UserError(
             f"{path} has {size:,} bytes, and at most {_MOST_BYTES:,} are kept with a model", fix="move it away"

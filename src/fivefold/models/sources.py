@@ -24,6 +24,7 @@ from fivefold.core.alike import WHOLE, sampled
 from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.folder_config import check_not_gguf
+from fivefold.core.hub import is_inside
 from fivefold.core.text import listed
 from fivefold.models import hf_internals, merged
 from fivefold.models import recipe as recipes
@@ -329,16 +330,13 @@ def _read_index(path: Path) -> Mapping[str, str]:
 
 def _inside(folder: Path, name: str) -> Path:
     """The file `name` of the folder. No name and no link may leave it (except to the blobs of the hub's cache)."""
-    path, roots = folder / name, [folder.resolve()]
+    path = folder / name
     try:
         place, is_there = path.resolve(), path.is_file()
     except (ValueError, OSError) as error:  # a NUL, half of a surrogate pair, or too many characters
         what = f"{folder / _INDEX} names {name[:80]!r}, as no file can be called"
         raise UserError(what, fix="download the folder again") from error
-    if folder.resolve().parent.name == "snapshots":
-        roots.append(folder.resolve().parent.parent / "blobs")
-    parts = Path(name).parts
-    if ".." in parts or Path(name).is_absolute() or not any(place.is_relative_to(root) for root in roots):
+    if ".." in Path(name).parts or Path(name).is_absolute() or not is_inside(path, folder):
         how = f"{path} is a link to {place}" if name == _SINGLE else f"{folder / _INDEX} names {name!r}"
         raise UserError(f"{how}, which is not inside the folder", fix="copy the file into the folder")
     if not is_there:
