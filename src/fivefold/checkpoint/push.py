@@ -21,6 +21,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.hub import SECONDS, Repository
 from fivefold.core.text import listed
 from fivefold.data.tokenizer import TOKENIZER_FILES
+from fivefold.models import hf_internals
 
 _TRIES = 3  # if others commit to the branch meanwhile
 _HUBS_OWN, _IGNORES = ".gitattributes", ".gitignore"
@@ -49,15 +50,13 @@ class Pushed:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A branch: its newest commit, its files and its model card. `is_new`: it does not exist yet, and these are those
-    of the main branch, from which it will start."""
+class _Branch:
+    """A branch: its newest commit, its files and its model card; those of the main one, from which a new one starts."""
 
     commit: str
     files: frozenset[str]
     card: str
     is_private: bool
-    is_new: bool
 
 
 def check(to: Repository) -> None:
@@ -70,10 +69,10 @@ def check(to: Repository) -> None:
 
     with to.errors():
         api = HfApi()
-        found = _found(api, to)
-        _check_token(api, to, exists=found is not None)
-        if found is not None:
-            _check(to, found)
+        branch = _read(api, to)
+        _check_token(api, to, exists=branch is not None)
+        if branch is not None:
+            _check(to, branch)
 
 
 def push(to: Repository, folder: Path, files: Collection[str], message: str) -> Pushed:
@@ -84,60 +83,58 @@ def push(to: Repository, folder: Path, files: Collection[str], message: str) -> 
 
     with to.errors(f"; {folder} is complete"):
         for attempt in count(1):
-            found = _opened(HfApi(), to)
+            branch = _opened(HfApi(), to)
             try:
-                return _commit(HfApi(), to, found, folder, files, message)
+                return _commit(HfApi(), to, branch, folder, files, message)
             except HfHubHTTPError as error:
                 if error.response.status_code != 412 or attempt == _TRIES:  # 412: another commit came first
                     raise
     raise AssertionError("every attempt returns or raises")
 
 
-def _commit(api: Any, to: Repository, found: _Found, folder: Path, files: Collection[str], message: str) -> Pushed:
-    """Replace the files of an earlier model by `files`. Raises an error of the hub if `found` is not its newest."""
+def _commit(api: Any, to: Repository, branch: _Branch, folder: Path, files: Collection[str], message: str) -> Pushed:
+    """Replace the files of an earlier model by `files`. Raises an error of the hub if `branch` is not the newest."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-    old = _of_models(found.files) | (_mixed(found.files) if to.replace else set())
-    removed, others = sorted(old - set(files)), sorted(found.files - old - {*files, _HUBS_OWN})
+    old = _of_models(branch.files) | (_mixed(branch.files) if to.replace else set())
+    removed, others = sorted(old - set(files)), sorted(branch.files - old - {*files, _HUBS_OWN})
     ours = (folder / CARD).read_text(encoding="utf-8")
-    card = merged_card(found.card, ours)
+    card = merged_card(branch.card, ours)
     added = [CommitOperationAdd(name, str(folder / name)) for name in sorted(files) if name != CARD]
     added.append(CommitOperationAdd(CARD, card.encode()))
-    if _IGNORES in found.files:  # otherwise what it lists is left out without an error
+    if _IGNORES in branch.files:  # otherwise what it lists is left out without an error
         api.preupload_lfs_files(to.name, added, revision=to.revision, gitignore_content="#", free_memory=False)
     api.create_commit(
         to.name, [*(CommitOperationDelete(path, is_folder=False) for path in removed), *added],
-        commit_message=message, revision=to.revision, parent_commit=found.commit,
+        commit_message=message, revision=to.revision, parent_commit=branch.commit,
     )  # fmt: skip
     place = f"/tree/{to.revision}" if to.revision else ""
     kept = (*others, *([f"what others wrote into {CARD}"] if card != ours else []))
-    return Pushed(f"{api.endpoint}/{to.name}{place}", kept, tuple(removed), found.commit)
+    return Pushed(f"{api.endpoint}/{to.name}{place}", kept, tuple(removed), branch.commit)
 
 
-def _opened(api: Any, to: Repository) -> _Found:
+def _opened(api: Any, to: Repository) -> _Branch:
     """The branch to push to, created if it does not exist."""
-    found = _found(api, to)
-    if found is None:
+    if _info(api, to.name) is None:
         api.create_repo(to.name, private=not to.public)
-    if to.revision and (found is None or found.is_new):
+    if to.revision and _info(api, to.name, to.revision) is None:
         api.create_branch(to.name, branch=to.revision, exist_ok=True)
-    if found is None or found.is_new:
-        found = _found(api, to)
-    assert found is not None, "the hub has what it created"
-    _check(to, found)
-    return found
+    branch = _read(api, to)
+    assert branch is not None, "the hub has what it created"
+    _check(to, branch)
+    return branch
 
 
-def _found(api: Any, to: Repository) -> _Found | None:
+def _read(api: Any, to: Repository) -> _Branch | None:
     """The branch as it is; None if the hub shows no such repository."""
     info = _info(api, to.name)
     if info is None:
         return None
-    branch = _info(api, to.name, to.revision) if to.revision else info
+    branch = _info(api, to.name, to.revision) if to.revision else None
     at = to.revision if branch else None
     files = frozenset(api.list_repo_files(to.name, revision=at))
     card = _card(api, to.name, at or "main") if CARD in files else ""
-    return _Found((branch or info).sha, files, card, bool(info.private), branch is None)
+    return _Branch((branch or info).sha, files, card, bool(info.private))
 
 
 def _info(api: Any, name: str, revision: str | None = None) -> Any:
@@ -187,15 +184,15 @@ def _check_token(api: Any, to: Repository, *, exists: bool) -> None:
         raise UserError(f"{to.name} was not pushed: the token may only read", fix="log in with one that may write")
 
 
-def _check(to: Repository, found: _Found) -> None:
+def _check(to: Repository, branch: _Branch) -> None:
     """Raise `UserError` if a repository cannot be pushed to as asked."""
-    if to.public if found.is_private else to.private:
+    if to.public if branch.is_private else to.private:
         asked, is_now = ("private", "public") if to.private else ("public", "private")
         raise UserError(
             f"{to.name} is {is_now}, and a push does not change that",
             fix=f"make it {asked} in its settings on the hub, name a new repository, or leave out --{asked}",
         )
-    mixed = _mixed(found.files)
+    mixed = _mixed(branch.files)
     if mixed and not to.replace:
         raise UserError(
             f"{to.name} has files of another model, which programs read in place of the pushed one or with it: "
@@ -228,9 +225,8 @@ def _of_transformers() -> re.Pattern[str]:
     from huggingface_hub import constants
     from transformers import utils
 
-    named = {value for key, value in vars(utils).items() if re.fullmatch("[A-Z_]+_(NAME|FILE)", key)}
     patterns = [rf"{utils.CHAT_TEMPLATE_DIR}/.+"]
-    for name in {*named, constants.TF2_WEIGHTS_NAME, constants.FLAX_WEIGHTS_NAME}:
+    for name in {*hf_internals.file_names(), constants.TF2_WEIGHTS_NAME, constants.FLAX_WEIGHTS_NAME}:
         stem, _, kind = name.rpartition(".")
         forms = r"(\.\w+)?(-\d+-of-\d+)?(\.\w+)?" if kind in ("safetensors", "bin", "h5", "msgpack") else ""
         index = r"(\.index(\.\w+)?\.json)?" if forms else ""

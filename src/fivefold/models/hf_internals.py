@@ -485,13 +485,16 @@ def stored_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
 TEMPLATE_FILES = (CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE)
 
 
+def file_names() -> set[str]:
+    """The names that `transformers` has for the files of a folder."""
+    return {value for key, value in vars(transformers.utils).items() if re.fullmatch("[A-Z_]+_(NAME|FILE)", key)}
+
+
 def processor_files() -> set[str]:
     """The names of the files that `AutoProcessor` and its parts read of a folder, apart from a tokenizer's."""
-    known = (value for key, value in vars(transformers.utils).items() if key.endswith("_NAME"))
-    names = {str(value) for value in known if str(value).endswith("_config.json")}
-    return {*TEMPLATE_FILES, *names} - {
-        transformers.utils.ADAPTER_CONFIG_NAME, transformers.utils.GENERATION_CONFIG_NAME
-    }  # fmt: skip
+    configs = {name for name in file_names() if name.endswith("_config.json")}
+    no_processors = {transformers.utils.ADAPTER_CONFIG_NAME, transformers.utils.GENERATION_CONFIG_NAME}
+    return {*TEMPLATE_FILES, *configs} - no_processors
 
 
 def generation_config(folder: Path) -> GenerationConfig:
