@@ -15,7 +15,7 @@ from torch import Tensor
 from fivefold.checkpoint.base import base_source, check_base
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.load import Checkpoint
-from fivefold.checkpoint.model_folder import OF_MODEL, beside, hub_id, json_text, save_tensors
+from fivefold.checkpoint.model_folder import OF_MODEL, beside, hub_id, json_text, save_tensors, write
 from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
 from fivefold.config import RunConfig, parse_config
 from fivefold.core.errors import UserError
@@ -126,9 +126,7 @@ def write_peft(
     with beside(out) as temporary:
         save_tensors(tensors, temporary / WEIGHTS)
         (temporary / CONFIG).write_bytes(json_text(config_beside(lora, targets, model, base)))
-        for name, content in (files or {}).items():
-            (temporary / name).parent.mkdir(exist_ok=True)
-            (temporary / name).write_bytes(content)
+        write(files or {}, temporary)
         if into:
             for path in sorted(temporary.iterdir()):
                 os.replace(path, out / path.name)

@@ -51,7 +51,7 @@ def model_card(
     is_adapter, package = adapted > 0, "peft" if adapted else "transformers"
     title = config.run.name if config else Path(str(run)).name
     folder, starts = checkpoint.model_folder, config is not None and config.model.init == "pretrained"
-    licence = model_folder.origin(folder, "licence")
+    licence = model_folder.origin(folder).get("licence")
     hub = model_folder.hub_id(folder, config.model.name_or_path) if config and starts else None
     front: dict[str, Any] = {
         "library_name": package,

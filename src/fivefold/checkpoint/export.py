@@ -100,7 +100,7 @@ def _export(
     if beside is not None and not merge:
         size, kind = beside.write(out, run, dtype, arguments=arguments, force=force)
         return Exported(out, checkpoint.manifest.step, beside.parameters, size, kind, is_adapter=True)
-    came_in = model_folder.origin(checkpoint.model_folder, "dtype")
+    came_in = model_folder.origin(checkpoint.model_folder).get("dtype")
     target = export_dtype(dtype, came_in=came_in, trained=checkpoint.source().dtype(checkpoint.source().ordered[0]))
     check, known = None, known_of(checkpoint.model_folder, target)
     if beside is not None:
@@ -165,9 +165,7 @@ def _publish_into(temporary: Path, out: Path) -> None:
 def _write_model_files(files: Mapping[str, bytes], folder: Path, known: "Known") -> None:
     """Write config, generation config, tokenizer, processors and card; the config states the type of the weights, and
     none of the layers that the folder lacks."""
-    for name in files.keys() - {model_folder.ORIGIN}:
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(files[name])
+    model_folder.write({name: files[name] for name in files.keys() - {model_folder.ORIGIN}}, folder)
     config = model_folder.read_json(folder / model_folder.CONFIG)
     dtype = {"dtype": _name(known.dtype)}
     stated = _stated(config, dict.fromkeys(known.lacks, 0) | dtype) | dtype
@@ -189,14 +187,14 @@ def _name(dtype: torch.dtype) -> str:
 @dataclass(frozen=True)
 class Known:
     """Properties of the files of a model class, with weights in `dtype`: names that differ from the model's own,
-    tensors that are split, stored buffers, types that differ from `dtype`, and what the config counts of layers that
-    the class lacks."""
+    tensors that are split, stored buffers, the type of each tensor, and what the config counts of layers that the
+    class lacks."""
 
     dtype: torch.dtype
     names: Mapping[str, str] = field(default_factory=dict)
     pieces: Merged = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    others: Mapping[str, torch.dtype] = field(default_factory=dict)
+    types: Mapping[str, torch.dtype] = field(default_factory=dict)
     lacks: Mapping[str, int] = field(default_factory=dict)
 
     def stored(self, name: str, values: torch.Tensor) -> torch.Tensor:
@@ -205,17 +203,15 @@ class Known:
 
     def type_of(self, name: str) -> torch.dtype:
         """The type in which a tensor leaves."""
-        return self.others.get(name, self.dtype)
+        return self.types.get(name, self.dtype)
 
 
 def known_of(config: Any, dtype: torch.dtype) -> Known:
     """The properties of the model class of `config`, which may be a model folder, for weights in `dtype`."""
     try:
         model = build_meta(load_model_config(config) if isinstance(config, Path) else config)
-        types = hf_internals.stored_dtypes(model, dtype)
-        others = {name: kind for name, kind in types.items() if kind != dtype}
-        names, pieces = hf_internals.saved_as(model)
-        return Known(dtype, names, pieces, stored_buffers(model), others, hf_internals.unbuilt_layers(model))
+        types, lacks = hf_internals.stored_dtypes(model, dtype), hf_internals.unbuilt_layers(model)
+        return Known(dtype, *hf_internals.saved_as(model), stored_buffers(model), types, lacks)
     except UserError:  # a class that is registered only in the training process
         return Known(dtype)
 

@@ -85,22 +85,24 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     path.chmod(mode)
 
 
-def origin(folder: Path, key: str) -> str | None:
-    """A fact about the model that the run of a checkpoint started from: its `dtype` in torch's name, its `licence`.
-    None if there is none, and for checkpoints of versions that did not keep it."""
-    found = _about(folder).get(key)
-    return found if isinstance(found, str) else None
+def write(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write files by their paths in `folder`."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def origin(folder: Path) -> dict[str, Any]:
+    """Facts about the model that the run of a checkpoint started from: its `dtype` in torch's name, its `hub` id, its
+    `licence`, each None if there is none. Checkpoints of earlier versions lack some."""
+    return read_json(folder / ORIGIN) if (folder / ORIGIN).is_file() else {}
 
 
 def hub_id(folder: Path, name: str) -> str | None:
     """The id on the hub of the model `name` that the run of a checkpoint started from, None for a local folder: as it
     was then, or, for checkpoints of versions that did not keep it, as it is here."""
-    then = name if is_hub_id(name) else None
-    return origin(folder, "hub") if "hub" in _about(folder) else then
-
-
-def _about(folder: Path) -> dict[str, Any]:
-    return read_json(folder / ORIGIN) if (folder / ORIGIN).is_file() else {}
+    hub: str | None = origin(folder).get("hub", name if is_hub_id(name) else None)
+    return hub
 
 
 def read_json(path: Path) -> dict[str, Any]:
