@@ -420,13 +420,7 @@ class StoreWriter:
             np.save(self.folder / name, values)
         if self.columns:
             np.save(self.folder / _NUMBERS, np.array(self.numbers).reshape(-1, len(self.columns)))
-        meta = self._meta(
-            content,
-            int(offsets[-1]),
-            self.ids.line(files.name),
-            *columns_read(files, tuple(self.left_out)),
-            odd_line(files.name, self.odd),
-        )
+        meta = self._meta(files, content, int(offsets[-1]))
         (self.folder / "meta.json").write_text(signed(asdict(meta)), encoding="utf-8")
 
     def _texts(self, document: Document, tokenizer: Any) -> list[Text]:
@@ -497,13 +491,14 @@ class StoreWriter:
         flags = [np.zeros(len(front)), *(text.is_trained(part.spans) for part in parts), np.full(len(ends), is_last)]
         return [(part, flag.astype(np.uint8)) for part, flag in zip(tokens, flags, strict=True) if len(part)]
 
-    def _meta(self, content: str, tokens: int, ids: str, columns: str, answers: tuple[str, ...], odd: str) -> StoreMeta:
+    def _meta(self, files: FileList, content: str, tokens: int) -> StoreMeta:
         names = (*_ARRAYS, *[TRAINED] * bool(self.examples), *[_NUMBERS] * bool(self.columns))
-        files = {name: file_checksum(self.folder / name) for name in names}
+        checksums = {name: file_checksum(self.folder / name) for name in names}
         # A text determines its tokens. A record does not: the template and the trained part matter too. So the digest
         # covers the tokens, as rows and checkpoints of other tokens belong to other data.
-        made = [files["checksums.npy"]] if self.ended and not self.examples else []
-        made = [*files.values()] if self.examples or self.ids.packed else made
+        made = [checksums["checksums.npy"]] if self.ended and not self.examples else []
+        made = [*checksums.values()] if self.examples or self.ids.packed else made
+        columns, answers_alone = columns_read(files, tuple(self.left_out))
         return StoreMeta(
             kind=_KIND,
             version=_VERSION,
@@ -516,15 +511,15 @@ class StoreWriter:
             documents=len(self.lengths),
             tokens=tokens,
             blocks=len(self.hashes),
-            answers_alone=answers,
-            files=files,
+            answers_alone=answers_alone,
+            files=checksums,
             trained=self.trained if self.examples else None,
             pairs=self.pairs > 0,
             rated=self.rated > 0,
             columns=columns,
-            ids=ids,
+            ids=self.ids.line(files.name),
             numbers=self.columns,
-            odd=odd,
+            odd=odd_line(files.name, self.odd),
         )
 
 
