@@ -6,7 +6,7 @@ for error messages.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -78,16 +78,10 @@ def _findable(path: str) -> str:
     return path
 
 
-def _known_optimizer(name: str) -> str:
-    if name not in OPTIMIZERS:
-        *others, last = map(repr, OPTIMIZERS)
-        raise PydanticCustomError("literal_error", f"Input should be {', '.join(others)} or {last}")
-    return name
-
-
-def _known_objective(name: str) -> str:
-    if name not in (*OF_TEXTS, *OBJECTIVES):
-        *others, last = map(repr, (*OF_TEXTS, *OBJECTIVES))
+def _known(names: Collection[str], name: str) -> str:
+    """Check that a name is one of `names`, as pydantic does for a `Literal`."""
+    if name not in names:
+        *others, last = map(repr, names)
         raise PydanticCustomError("literal_error", f"Input should be {', '.join(others)} or {last}")
     return name
 
@@ -345,7 +339,7 @@ class LaunchSection(Section):
 class ObjectiveSection(Section):
     """The objective of the training; `training/objectives.py` has the formulas."""
 
-    name: Annotated[str, AfterValidator(_known_objective)] = Field(
+    name: Annotated[str, AfterValidator(lambda name: _known((*OF_TEXTS, *OBJECTIVES), name))] = Field(
         default="sft",
         description="sft: the likelihood of the text; distill: and what a teacher says; of pairs of answers: dpo, ipo, "
         "orpo, simpo; of rated ones: kto; python: a function of your own",
@@ -472,7 +466,7 @@ class AdapterSection(Section):
 
 
 class OptimizerSection(Section):
-    name: Annotated[str, AfterValidator(_known_optimizer)] = Field(
+    name: Annotated[str, AfterValidator(lambda name: _known(OPTIMIZERS, name))] = Field(
         default="adamw",
         description="adamw; muon: for the matrices of the blocks, AdamW for the rest; python: a class of your own",
         json_schema_extra={"enum": list(OPTIMIZERS), "type": "string"},
