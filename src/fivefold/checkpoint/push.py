@@ -15,6 +15,17 @@ from typing import Any
 from urllib.parse import quote
 
 import yaml
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    get_session,
+    get_token,
+    hf_raise_for_status,
+)
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import utils
 
 from fivefold.checkpoint.card import CARD, merged_card
 from fivefold.core.errors import UserError
@@ -24,7 +35,7 @@ from fivefold.data.tokenizer import TOKENIZER_FILES
 from fivefold.models import hf_internals
 
 _TRIES = 3  # if others commit to the branch meanwhile
-_HUBS_OWN, _IGNORES = ".gitattributes", ".gitignore"
+_HUBS_OWN = ".gitattributes"
 _MOST = 10  # files that an error names
 # Files that programs read in place of the weights of `transformers`, or as what these are; by their path.
 _MIXED = (
@@ -65,8 +76,6 @@ def check(to: Repository) -> None:
     Raises `UserError` if the hub does not answer, the token must not write, the repository is public and should be
     private or the reverse, it has files that would mix with the export, or its model card cannot be read.
     """
-    from huggingface_hub import HfApi
-
     with to.errors():
         api = HfApi()
         branch = _read(api, to)
@@ -78,9 +87,6 @@ def check(to: Repository) -> None:
 def push(to: Repository, folder: Path, files: Collection[str], message: str) -> Pushed:
     """Upload `files` of `folder` in one commit. Creates the repository and the branch where they do not exist. Raises
     `UserError` with the reason; the repository is then as it was."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
     with to.errors(f"; {folder} is complete"):
         for attempt in count(1):
             branch = _opened(HfApi(), to)
@@ -92,17 +98,15 @@ def push(to: Repository, folder: Path, files: Collection[str], message: str) -> 
     raise AssertionError("every attempt returns or raises")
 
 
-def _commit(api: Any, to: Repository, branch: _Branch, folder: Path, files: Collection[str], message: str) -> Pushed:
+def _commit(api: HfApi, to: Repository, branch: _Branch, folder: Path, files: Collection[str], message: str) -> Pushed:
     """Replace the files of an earlier model by `files`. Raises an error of the hub if `branch` is not the newest."""
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-
     old = _of_models(branch.files) | (_mixed(branch.files) if to.replace else set())
     removed, others = sorted(old - set(files)), sorted(branch.files - old - {*files, _HUBS_OWN})
     ours = (folder / CARD).read_text(encoding="utf-8")
     card = merged_card(branch.card, ours)
     added = [CommitOperationAdd(name, str(folder / name)) for name in sorted(files) if name != CARD]
     added.append(CommitOperationAdd(CARD, card.encode()))
-    if _IGNORES in branch.files:  # otherwise what it lists is left out without an error
+    if ".gitignore" in branch.files:  # otherwise what it lists is left out without an error
         api.preupload_lfs_files(to.name, added, revision=to.revision, gitignore_content="#", free_memory=False)
     api.create_commit(
         to.name, [*(CommitOperationDelete(path, is_folder=False) for path in removed), *added],
@@ -113,7 +117,7 @@ def _commit(api: Any, to: Repository, branch: _Branch, folder: Path, files: Coll
     return Pushed(f"{api.endpoint}/{to.name}{place}", kept, tuple(removed), branch.commit)
 
 
-def _opened(api: Any, to: Repository) -> _Branch:
+def _opened(api: HfApi, to: Repository) -> _Branch:
     """The branch to push to, created if it does not exist."""
     if _info(api, to.name) is None:
         api.create_repo(to.name, private=not to.public)
@@ -125,7 +129,7 @@ def _opened(api: Any, to: Repository) -> _Branch:
     return branch
 
 
-def _read(api: Any, to: Repository) -> _Branch | None:
+def _read(api: HfApi, to: Repository) -> _Branch | None:
     """The branch as it is; None if the hub shows no such repository."""
     info = _info(api, to.name)
     if info is None:
@@ -137,9 +141,7 @@ def _read(api: Any, to: Repository) -> _Branch | None:
     return _Branch((branch or info).sha, files, card, bool(info.private))
 
 
-def _info(api: Any, name: str, revision: str | None = None) -> Any:
-    from huggingface_hub.errors import HfHubHTTPError
-
+def _info(api: HfApi, name: str, revision: str | None = None) -> Any:
     try:
         return api.model_info(name, revision=revision, timeout=SECONDS)
     except HfHubHTTPError as error:
@@ -148,10 +150,8 @@ def _info(api: Any, name: str, revision: str | None = None) -> Any:
         return None
 
 
-def _card(api: Any, name: str, revision: str) -> str:
+def _card(api: HfApi, name: str, revision: str) -> str:
     """The newest model card of a branch, past the cache. Raises `UserError` if an export's cannot be merged into it."""
-    from huggingface_hub import get_session, get_token, hf_raise_for_status
-
     url, token = f"{api.endpoint}/{name}/resolve/{quote(revision, safe='')}/{CARD}", get_token()
     response = get_session().get(url, headers={"Authorization": f"Bearer {token}"} if token else {}, timeout=SECONDS)
     hf_raise_for_status(response)
@@ -168,18 +168,17 @@ def _text(name: str, card: bytes) -> str:
     return text
 
 
-def _check_token(api: Any, to: Repository, *, exists: bool) -> None:
+def _check_token(api: HfApi, to: Repository, *, exists: bool) -> None:
     """Raise an error if the token must not write. What a hub does not answer shows at the upload."""
-    from huggingface_hub.errors import HfHubHTTPError
-
+    role = ""
     try:
-        role = api.auth_check(to.name, write=True) if exists else api.whoami()["auth"]["accessToken"]["role"]
+        if exists:
+            api.auth_check(to.name, write=True)
+        else:
+            role = api.whoami().get("auth", {}).get("accessToken", {}).get("role")
     except HfHubHTTPError as error:
         if error.response.status_code in (401, 403):
             raise
-        return
-    except (KeyError, TypeError):
-        return
     if role == "read":
         raise UserError(f"{to.name} was not pushed: the token may only read", fix="log in with one that may write")
 
@@ -222,9 +221,6 @@ def _mixed(files: Iterable[str]) -> set[str]:
 @cache
 def _of_transformers() -> re.Pattern[str]:
     """Paths of the files that have a name in `transformers`, in all forms of weights: shards, variants and indexes."""
-    from huggingface_hub import constants
-    from transformers import utils
-
     patterns = [rf"{utils.CHAT_TEMPLATE_DIR}/.+"]
     for name in {*hf_internals.file_names(), constants.TF2_WEIGHTS_NAME, constants.FLAX_WEIGHTS_NAME}:
         stem, _, kind = name.rpartition(".")
