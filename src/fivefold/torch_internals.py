@@ -167,9 +167,6 @@ def keep_headers() -> None:
     vars(codecache).update(_HEADER_DIR=folder, _HEADER_LOCK_DIR=f"{folder}/locks")
 
 
-NORMS = frozenset({torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm})
-
-
 def of_one(name: str) -> str:
     """The operator that a foreach operator applies to each tensor, by name: `norm` for `_foreach_norm`."""
     return name.removeprefix(torch._foreach_norm.__name__.removesuffix("norm"))
