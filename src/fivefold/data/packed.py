@@ -52,20 +52,20 @@ def documents_in(
 
 
 def _agreed(given: Mapping[str, tuple[str, NDArray[np.integer]]], real_T: Bools, where: str) -> Int64s:
-    """The document of each real token, int64 [real tokens], of which all columns say the same."""
-    said, by = np.zeros(int(real_T.sum()), np.int64), ""
+    """The document of each real token, int64 [real tokens], which all columns agree on."""
+    agreed, by = np.zeros(int(real_T.sum()), np.int64), ""
     for name, (kind, values) in given.items():
         if kind == _MASK and values.max(initial=0) <= 1:
             continue
         document = (_of_list if kind in LISTS else _of_tokens)(name, kind, values, real_T, where)
-        if by and (document != said).any():
-            at = int(np.flatnonzero(real_T)[int((document != said).argmax())])
+        if by and (document != agreed).any():
+            at = int(np.flatnonzero(real_T)[int((document != agreed).argmax())])
             raise UserError(
                 f"{where}: {by} and {name} bound other documents, from token {at + 1:,} on",
                 fix="leave out the column that is wrong", more=_MORE,
             )  # fmt: skip
-        said, by = document, name
-    return said
+        agreed, by = document, name
+    return agreed
 
 
 def _place(where: str, tokens: Int64s) -> tuple[str, slice]:

@@ -453,17 +453,18 @@ def _agree(file: Path, about: Mapping[str, Any]) -> None:
             number = [now.get("round"), now.get("complete")]
             if not (text := locked.read()):
                 return locked.write(json.dumps({**here, "about": mine, "round": number}))
-            said = json.loads(text)
-            if not (found := difference(mine, said["about"])):
+            first = json.loads(text)
+            if not (unlike := difference(mine, first["about"])):
                 return
+            name, own, other = unlike
             error = UserError(
-                f"{found[0]} is {found[2]} on {said['host']} (process {said['pid']}), which came first, and {found[1]} "
-                f"on {here['host']} (process {here['pid']})",
+                f"{name} is {other} on {first['host']} (process {first['pid']}), which came first, and {own} on "
+                f"{here['host']} (process {here['pid']})",
                 fix=f"{FIX}; to change them, end all nodes first",
                 more=_PAGE,
             )
-            if number == said.get("round"):
-                locked.write(json.dumps({**said, "refused": error.to_json()}))
+            if number == first.get("round"):
+                locked.write(json.dumps({**first, "refused": error.to_json()}))
                 rounds.write(json.dumps({**now, "closed": True}))
     except RendezvousConnectionError as failed:
         raise UserError(f"the nodes cannot meet: {failed}", more=_PAGE) from failed

@@ -25,21 +25,21 @@ def check_alike(read: Callable[[], Mapping[str, Any]], *, fix: str = FIX, more: 
         return
     try:
         mine = json.loads(json.dumps(read()))
-    except UserError as error:
-        failed = error
-    told = plain.everywhere([socket.gethostname(), failed and failed.to_json(), key_of(mine)])
-    hosts = [host for host, *_ in told]
-    for rank, (_, cannot, _) in enumerate(told):
-        if cannot:
-            raised = UserError.from_json(cannot)
-            raise type(raised)(f"{_place([rank], hosts)}: {raised.what}", fix=raised.fix, more=raised.more)
-    if len({digest for *_, digest in told}) == 1:
+    except UserError as raised:
+        failed = raised
+    every_rank = plain.everywhere([socket.gethostname(), failed and failed.to_json(), key_of(mine)])
+    hosts = [host for host, *_ in every_rank]
+    for rank, (_, error_json, _) in enumerate(every_rank):
+        if error_json:
+            error = UserError.from_json(error_json)
+            raise type(error)(f"{_place([rank], hosts)}: {error.what}", fix=error.fix, more=error.more)
+    if len({digest for *_, digest in every_rank}) == 1:
         return
     first = plain.of_first(mine)
-    found = {rank: each for rank, each in enumerate(plain.everywhere(difference(mine, first))) if each}
-    if found:
-        name, own, other = next(iter(found.values()))
-        ranks = [rank for rank, each in found.items() if each[0] == name]
+    differences = {rank: each for rank, each in enumerate(plain.everywhere(difference(mine, first))) if each}
+    if differences:
+        name, own, other = next(iter(differences.values()))
+        ranks = [rank for rank, each in differences.items() if each[0] == name]
         what = f"{name} is {other} on {_place([0], hosts)}, and {own} on {_place(ranks, hosts)}"
         raise UserError(what, fix=fix, more=more)
 

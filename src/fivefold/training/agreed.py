@@ -41,27 +41,27 @@ def files(config: RunConfig, data: PreparedData, *, reads_weights: bool) -> Mapp
     model, given = config.model, config.objective
     base = f"model.name_or_path {model.name_or_path}"
     folder = data.tokenizer.folder
-    found: dict[str, Any] = {
+    read: dict[str, Any] = {
         **program(),
         "the tokenizer": digests(folder, tokenizer_files(folder)),
         f"{base}: config.json": config_values(load_model_config(model.name_or_path, model.overrides)),
     }
     if model.init == "pretrained":
         weights = weights_folder(model.name_or_path)
-        found[base] = digests(weights, weights.glob("generation_config.json"))
+        read[base] = digests(weights, weights.glob("generation_config.json"))
         is_read = reads_weights or config.adapter.lora or given.compares
-        found[f"{base}: weights"] = folder_digests(weights) if is_read else UNREAD
+        read[f"{base}: weights"] = folder_digests(weights) if is_read else UNREAD
     if config.adapter.path:
-        found[f"adapter.path {config.adapter.path}"] = adapter_digests(config.adapter.path) if reads_weights else UNREAD
+        read[f"adapter.path {config.adapter.path}"] = adapter_digests(config.adapter.path) if reads_weights else UNREAD
     if given.compares and given.reference not in ("auto", "base"):
-        found[f"objective.reference {given.reference}"] = folder_digests(weights_folder(given.reference))
+        read[f"objective.reference {given.reference}"] = folder_digests(weights_folder(given.reference))
     if given.name == "distill":
         teacher = weights_folder(given.teacher)
-        found[f"objective.teacher {given.teacher}: config.json"] = config_values(load_model_config(teacher))
-        found[f"objective.teacher {given.teacher}"] = digests(teacher, tokenizer_files(teacher)) | folder_digests(
+        read[f"objective.teacher {given.teacher}: config.json"] = config_values(load_model_config(teacher))
+        read[f"objective.teacher {given.teacher}"] = digests(teacher, tokenizer_files(teacher)) | folder_digests(
             teacher
         )
-    return found
+    return read
 
 
 def begins(config: RunConfig) -> bool:
