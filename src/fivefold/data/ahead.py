@@ -185,12 +185,12 @@ def _serve(asked: Any, sources: Sequence[Units]) -> None:
     with suppress(EOFError, ConnectionError):  # the parent has ended
         while True:
             source, number = asked.recv()
+            failed: Exception | None = None
             try:
                 sources[source].tokenise(number)
             except Exception as error:
-                asked.send(error)
-            else:
-                asked.send(None)
+                failed = error
+            asked.send(failed)
 
 
 def _end_with_parent() -> None:
