@@ -4,7 +4,6 @@ Every rank calls these functions. Each element is sent by its owning rank only, 
 all other ranks is exact.
 """
 
-from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -106,7 +105,11 @@ def export_live(
                 write_peft(source, out, adapter, plain, base=base, dtype=target, force=force, into=into)
                 return
             known = known_of(deepcopy(model.config), target)
-            write_folder(source, out, _files(model), known, force=force, into=into)
+            files = model_folder.model_files(
+                model.config, model_class=state_of(model).plan.anatomy.model_class, dtype="", tokenizer=None,
+                generation=getattr(model, "generation_config", None),
+            )  # fmt: skip
+            write_folder(source, out, files, known, force=force, into=into)
             for line in lacking(known.lacks):
                 say(line)
         finally:
@@ -115,11 +118,3 @@ def export_live(
     if dist.get_rank():
         source.follow()
     on_first_rank(write)
-
-
-def _files(model: Any) -> Mapping[str, bytes]:
-    """The contents of config.json and generation_config.json."""
-    return model_folder.model_files(
-        model.config, model_class=state_of(model).plan.anatomy.model_class, dtype="", tokenizer=None,
-        generation=getattr(model, "generation_config", None),
-    )  # fmt: skip

@@ -20,7 +20,7 @@ other file has one of its contents. Readers ignore unknown keys, so that later v
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -107,7 +107,8 @@ class Manifest:
             ):
                 raise ValueError(f"{name!r} is not the path of a file in the checkpoint's folder")
         alike = set[object]()
-        for kind, name, record in self._records():
+        every = ((kind, *one) for kind, records in self.tensors.items() for one in records.items())
+        for kind, name, record in every:
             same = record.shape, record.dtype, record.cut, record.rank, family_of(kind)
             if record.instead or same not in alike:  # most tensors are cut as another one
                 check_record(kind, name, record, self._of_ranks.get(family_of(kind), {}).keys())
@@ -123,9 +124,6 @@ class Manifest:
             if named := _OF_RANK.fullmatch(name):
                 found.setdefault(named[1], {})[int(named[2])] = record
         return dict(sorted(found.items()))
-
-    def _records(self) -> Iterator[tuple[str, str, Any]]:
-        return ((kind, *one) for kind, records in self.tensors.items() for one in records.items())
 
     @staticmethod
     def from_json(text: str, *, where: str) -> "Manifest":

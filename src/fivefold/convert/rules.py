@@ -93,7 +93,8 @@ def _objective(given: Given) -> str | None:
 
 def adapter(given: Given) -> Keys:
     """LoRA: `adapter` of axolotl, `finetuning_type` of LLaMA-Factory, `use_peft` of TRL."""
-    key, asked = next((key, given(key)) for key in ("adapter", "finetuning_type", "use_peft") if _has(given, key))
+    key = next(key for key in ("adapter", "finetuning_type", "use_peft") if key in given.schema.becomes)
+    asked = given(key)
     in_4_bits, in_8_bits = _bits(given)
     if asked in (None, False, "full"):
         if in_4_bits or in_8_bits:
@@ -129,10 +130,6 @@ def adapter(given: Given) -> Keys:
         if "," in str(path):
             given.refuse("adapter_path", "name one adapter")
         yield "adapter.path", path
-
-
-def _has(given: Given, key: str) -> bool:
-    return key in given.schema.becomes
 
 
 def _bits(given: Given) -> tuple[bool, bool]:

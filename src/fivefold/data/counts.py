@@ -90,7 +90,8 @@ class DataCounts:
     @property
     def held_out(self) -> float:
         """The held-out part of the tokens, 0 to 1."""
-        train, held = (_all_tokens(side) if side else 0 for side in (self.train, self.validation))
+        sides = (self.train, self.validation)
+        train, held = (side.tokens + side.without_target if side else 0 for side in sides)  # with those left out
         return held / max(1, train + held)
 
     def lines(self) -> list[str]:
@@ -157,11 +158,6 @@ def _trained(counts: RowCounts) -> str:
     if counts.rated:
         where = f"{many(counts.pairs, 'rated answer')}, each with one to another prompt"
     return f"{many(counts.targets, 'token')} of {counts.tokens:,} ({part:.1f}%), in {where}"
-
-
-def _all_tokens(side: RowCounts) -> int:
-    """The tokens of a side, including those left out for lack of a target."""
-    return side.tokens + side.without_target
 
 
 def _percent(part: float) -> str:

@@ -25,7 +25,7 @@ from fivefold.data.formats import discover
 from fivefold.data.rows import PackedRows, Pool, RowIndex, RowSource, build_index, kept_counts, rows_in, write_rows
 from fivefold.data.source import FileList, Source, resolve
 from fivefold.data.spans import Turn
-from fivefold.data.split import Blocks, Int64s, bases_of, block_size, blocks_of, held_out, spans_of, store_at
+from fivefold.data.split import Int64s, bases_of, block_size, blocks_of, held_out, spans_of, store_at
 from fivefold.data.store import BLOCK, Say, TokenStore, check_settings, store_for
 from fivefold.data.stream import StreamedRows, settings_of
 from fivefold.data.tokenizer import TokenizerInfo, find_tokenizer
@@ -241,7 +241,8 @@ class _Plan:
         if not self.held:
             return train, spans_of(blocks, out) if out.any() else None, 0
         other = blocks_of(self.held)
-        return train, spans_of(other, np.ones(len(other.hash), np.bool_)), _repeated(other, blocks)
+        repeated = int(np.isin(other.hash, blocks.hash).sum())  # with a fraction the hash keeps them apart
+        return train, spans_of(other, np.ones(len(other.hash), np.bool_)), repeated
 
     def _training(self, folder: Path, spans: Spans) -> dict[str, Any]:
         """Write the rows, pool after pool, and return their counts: in total, per pool and per source."""
@@ -287,11 +288,6 @@ def _check_rows(counts: RowCounts, seq_length: int) -> None:
             fix="add answers, or set data.train[].train_on: all, or a longer data.seq_length",
         )
     raise UserError(f"data.train: no document has two tokens or more ({counts.spans:,} documents)", fix="add text")
-
-
-def _repeated(validation: Blocks, train: Blocks) -> int:
-    """Blocks of a validation list that are in the training text too (with a fraction the hash keeps them apart)."""
-    return int(np.isin(validation.hash, train.hash).sum())
 
 
 def _open(

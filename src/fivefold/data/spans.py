@@ -259,7 +259,8 @@ class _Answers:
 
     def check(self, number: int, said: str) -> None:
         """Raise `UserError` if the template leaves out the assistant's words: an empty answer would be learnt."""
-        called, says = _called(self.turns[number]), words(self.turns[number]).strip()
+        turn = self.turns[number]
+        called, says = [call["function"]["name"] for call in turn.get("tool_calls") or ()], words(turn).strip()
         if not called and says in said:
             return
         written = self.probe.part(number)
@@ -287,11 +288,6 @@ def words(turn: Turn) -> str:
     """The text of a turn, also where its content is a list of parts."""
     content = turn.get("content") or ""
     return content if isinstance(content, str) else "".join(str(part.get("text") or "") for part in content)
-
-
-def _called(turn: Turn) -> list[str]:
-    """The names of the tools that a turn calls."""
-    return [call["function"]["name"] for call in turn.get("tool_calls") or ()]
 
 
 def _probe(turn: Turn) -> Turn:

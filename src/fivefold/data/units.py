@@ -31,7 +31,7 @@ from fivefold.core.files import expanded
 from fivefold.core.integrity import DamagedError, check_file, file_checksum, read_signed, signed
 from fivefold.data.examples import Document
 from fivefold.data.records import MOST_FORMS, check_used, columns_read
-from fivefold.data.source import FileList, Format, Part, Source, reading
+from fivefold.data.source import FileList, Part, Source, reading
 from fivefold.data.store import READING, TOKENS, TRAINED, Say, StoreWriter, TokenStore, made_by, odd_line, unit_meta
 from fivefold.data.token_ids import TokenIdsReport
 from fivefold.data.tokenizer import TokenizerInfo
@@ -369,12 +369,10 @@ def _folder(files: FileList, tokenizer: TokenizerInfo, root: Path, kind: str) ->
 
 def _state(files: FileList) -> list[list[Any]]:
     """What a change of the files would change: their names, sizes and times."""
-    return [[*_stamp(path), form.name, *_beside(path, form)] for path, form in files.files]
-
-
-def _beside(path: Path, form: Format) -> list[list[Any]]:
-    """The stamps of the other files that are read for `path`; a folder's own does not tell of a change within them."""
-    return [list(_stamp(member)) for member in form.members(path) if member != path]
+    return [  # a folder's own stamp does not change with the files in it
+        [*_stamp(path), form.name, *(list(_stamp(member)) for member in form.members(path) if member != path)]
+        for path, form in files.files
+    ]
 
 
 def _stamp(path: Path) -> tuple[str, int, int]:

@@ -59,14 +59,10 @@ class Encoder:
 
     def encode(self, texts: Sequence[str]) -> Iterator[list[Encoded]]:
         """The tokens of each text, part after part."""
-        longest = 2 * _STEP if self._can_join else float("inf")
+        longest = float("inf") if looks_far(self.tokenizer) else 2 * _STEP
         short = self._each([text for text in texts if len(text) <= longest])
         for text in texts:
             yield self._joined(text) if len(text) > longest else [next(short)]
-
-    @cached_property
-    def _can_join(self) -> bool:
-        return not looks_far(self.tokenizer)
 
     @cached_property
     def _strip(self) -> dict[int, Any]:

@@ -131,11 +131,8 @@ def read_prompts(opened: Opened, request: GenerateRequest) -> list[Prompt]:
 def read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """The record of each line of a file, and its place. Raises `UserError`, `OSError`, `UnicodeDecodeError`."""
     lines = path.read_text(encoding="utf-8-sig").split("\n")  # `splitlines` splits at other characters, too
-    yield from (_records if path.suffix in (".jsonl", ".json", ".ndjson") else _texts)(path, lines)
-
-
-def _texts(path: Path, lines: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
-    yield from (({"prompt": line}, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip())
+    texts = (({"prompt": line}, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip())
+    yield from _records(path, lines) if path.suffix in (".jsonl", ".json", ".ndjson") else texts
 
 
 def _records(path: Path, lines: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:

@@ -171,7 +171,8 @@ class SafetensorsFolder(TensorSource):
 
     def _read(self, name: str, region: Region, files: Mapping[Path, Any]) -> Tensor:
         path, stored = self._files[name], self._stored[name]
-        return check_numbers(_part(files[path], stored, region), stored, path)
+        values = files[path].get_slice(stored)[tuple(region)] if region else files[path].get_tensor(stored)
+        return check_numbers(torch.as_tensor(values), stored, path)
 
 
 def open_weights(path: str | Path, model: PreTrainedModel) -> TensorSource:
@@ -205,12 +206,6 @@ def _dequantised(folder: Path, model: PreTrainedModel, method: str, found: UserE
     return source
 
 
-def unread_line(names: Sequence[str], folder: str) -> str:
-    """A line about the tensors of a folder that its model class leaves unread."""
-    what = f"{len(names):,} tensors of {folder} ({listed(names, 2)})"
-    return f"{what} are not of its model class: they are not trained, and not exported"
-
-
 def check_numbers(values: Tensor, name: str, path: Path) -> Tensor:
     """Return the values of a tensor of a file. Raises `UserError` if one is NaN."""
     if values.is_floating_point() and values.sum().isnan() and (bad := int(values.isnan().sum())):  # inf - inf is NaN
@@ -219,10 +214,6 @@ def check_numbers(values: Tensor, name: str, path: Path) -> Tensor:
             fix="download the file again, or ask who made it: whatever is computed with it is NaN",
         )
     return values
-
-
-def _part(file: Any, name: str, region: Region) -> Tensor:
-    return torch.as_tensor(file.get_slice(name)[tuple(region)] if region else file.get_tensor(name))
 
 
 def _names(model: PreTrainedModel, located: Collection[str]) -> tuple[dict[str, str], merged.Merged]:

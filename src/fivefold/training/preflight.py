@@ -142,7 +142,8 @@ def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: i
     Raises `UserError` if not even one more fits, or if it could not be read back: the training could never be saved.
     """
     folder = config.run_dir / "checkpoints"
-    held = [_size(folder / step_folder(step)) for step in steps(folder)]
+    files = ((folder / step_folder(step)).rglob("*") for step in steps(folder))
+    held = [sum(path.stat().st_size for path in each if path.is_file()) for each in files]
     saves, size = saves_left(config, step, total_steps), checkpoint_bytes(model, config)
     best, keep = config.checkpoint.keep_best, config.checkpoint.keep + config.checkpoint.keep_best
     disk = shutil.disk_usage(config.run_dir)
@@ -192,7 +193,3 @@ def more_bytes(size: int, held: list[int], *, keep: int, saves: int) -> int:
         most = max(most, sum(there) - sum(held))
         there = there[-keep:]
     return most
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -36,7 +36,6 @@ from fivefold.launch.world import World
 from fivefold.models import kernels
 from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
-from fivefold.models.sources import unread_line
 from fivefold.parallel import legality
 from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.apply import parallelize
@@ -125,7 +124,8 @@ class Trainer(Job):
         compiled = compile_pays(config, costs, data, world, total_steps)
         source, compared = environment.load_source(config, model, facts), reference.Reference.of(config, model)
         if source is not None and source.unread and world.is_first:
-            print(f"note: {unread_line(source.unread, config.model.name_or_path)}", flush=True)
+            what = f"{len(source.unread):,} tensors of {config.model.name_or_path} ({listed(source.unread, 2)})"
+            print(f"note: {what} are not of its model class: they are not trained, and not exported", flush=True)
         samples = Samples(config, model, data)
         scarce = preflight.check_memory(facts, config, layout, world)
         if scarce and world.is_first:

@@ -100,17 +100,14 @@ class ProofCase:
 
     def documents(self, step: int) -> Documents:
         """The documents of each row of the global batch of `step`."""
-        rng = np.random.default_rng([self.seed, step])
+        rng, parts = np.random.default_rng([self.seed, step]), ((1.0,),) if self.whole_rows else _ROWS
         return [
             [
                 self._piece(rng, length, is_example=number % 2 == row % 2)
-                for number, length in enumerate(lengths(self._parts(row), self.row_length))
+                for number, length in enumerate(lengths(parts[row % len(parts)], self.row_length))
             ]
             for row in range(self.rows)
         ]
-
-    def _parts(self, row: int) -> tuple[float, ...]:
-        return (1.0,) if self.whole_rows else _ROWS[row % len(_ROWS)]
 
     def _piece(self, rng: np.random.Generator, length: int, *, is_example: bool) -> Piece:
         """A document of `length` tokens; one that fills a row is the start of a longer document. An example with 10

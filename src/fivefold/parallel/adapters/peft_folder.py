@@ -132,7 +132,8 @@ class PeftFolder(TensorSource):
         found = header(self._file)
         self.shapes = {name: shape for target in targets for name, shape in target.shapes(lora.rank).items()}
         self._named = names_in_peft(targets)
-        wanted = {self._named[name]: _shape_in_peft(name, shape) for name, shape in self.shapes.items()}
+        empty = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
+        wanted = {self._named[name]: tuple(to_peft(name, tensor).shape) for name, tensor in empty.items()}
         for what, names in (("lacks", wanted.keys() - found.keys()), ("has", found.keys() - wanted.keys())):
             if names:
                 raise UserError(
@@ -156,10 +157,6 @@ class PeftFolder(TensorSource):
         except (SafetensorError, OSError) as error:
             raise UserError(f"{self._file} cannot be read: {error}", fix="download the file again") from error
         return check_numbers(values, self._named[name], self._file)
-
-
-def _shape_in_peft(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(to_peft(name, torch.empty(shape, device="meta")).shape)
 
 
 def _from_peft(name: str, file: Any, shape: tuple[int, ...], region: Region) -> Tensor:

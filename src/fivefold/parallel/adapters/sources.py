@@ -1,6 +1,6 @@
 """Sources of weights beside adapters: their first values, a base in four bits, and both merged."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from math import sqrt
 from typing import Any
 
@@ -31,7 +31,7 @@ class WithAdapters(TensorSource):
             return self._base.read(name, region)
         shape = self._own[name]
         if f".{B}." in name:
-            return torch.zeros([stop - start for start, stop in _bounds(region, shape)])
+            return torch.zeros(()).expand(shape)[tuple(region)].contiguous()
         most = 1 / sqrt(shape[-1])  # torch's kaiming_uniform_ with a = sqrt(5)
         return RandomStream(self._seed, name, shape).draw(region, Uniform(-most, most))
 
@@ -100,7 +100,3 @@ def linears(model: Any) -> dict[str, bool]:
     """The model's linears, by name: True if the weight is [I, O]."""
     dims = {name: hf_internals.linear_dims(module) for name, module in model.named_modules()}
     return {name: order == (1, 0) for name, order in dims.items() if order is not None}
-
-
-def _bounds(region: Region, shape: Sequence[int]) -> list[tuple[int, int]]:
-    return [piece.indices(size)[:2] for piece, size in zip(region, shape, strict=True)]
