@@ -19,6 +19,7 @@ from fivefold.core.errors import UserError
 from fivefold.generation import GenerateRequest
 from fivefold.generation.run import generate
 from fivefold.launch.model import check_model
+from fivefold.launch.world import World
 from fivefold.models.build import load_model_config
 
 Ask = Callable[..., UserError]
@@ -87,7 +88,7 @@ def test_what_the_hub_answers(server: str, at: Any, status: int, code: str, what
 
 
 def test_a_hub_that_never_answers_is_given_up_in_seconds(at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_SECONDS", 0.3)
+    monkeypatch.setattr(hub, "SECONDS", 0.3)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(1)
@@ -119,7 +120,7 @@ def test_every_way_to_the_hub_names_what_is_missing(tmp_path: Path, monkeypatch:
     ways: list[Callable[[], Any]] = [
         lambda: check_model(config),
         lambda: load_model_config("org/name"),
-        lambda: generate(GenerateRequest(model="org/name", prompt="a"), None),  # type: ignore[arg-type]
+        lambda: generate(GenerateRequest(model="org/name", prompt="a"), World(is_local=True)),
     ]
     for way in ways:
         error = refused(way)

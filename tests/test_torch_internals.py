@@ -134,7 +134,7 @@ OTHERS = {
     "_exit", "_asdict", "_replace", "_getframe", "_current_frames", "_fields_", "_saved_", "_apply_gate",
     "_name_or_path", "_get_logits_processor", "_prepare_generation_config", "_prepare_special_tokens", "_supports_sdpa",
     "_is_hf_initialized", "_from_config", "_tp_plan", "_keys_to_ignore_on_load_unexpected", "_no_split_modules",
-    "_get_default_generation_params",
+    "_get_default_generation_params", "_get_dtype_plan",
 }  # fmt: skip
 
 

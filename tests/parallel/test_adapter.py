@@ -385,7 +385,9 @@ def test_merged_weights_are_those_of_peft(case: Case, tmp_path: Path) -> None:
     adapters.shapes = {name: tuple(values.shape) for name, values in adapters._tensors.items()}
     given = {"model": {"name_or_path": str(tmp_path)}, "adapter": {"name": "lora"}}
     checkpoint: Any = SimpleNamespace(model_folder=tmp_path, path=tmp_path, agreement={}, source=lambda: adapters)
-    found, _ = CheckpointAdapter(checkpoint, RunConfig.model_validate(given), case.adapter).merged(torch.float32, None)
+    found, _ = CheckpointAdapter(checkpoint, RunConfig.model_validate(given), case.adapter).merged(
+        lambda _, values: values, None
+    )
     right, changed = dict(of_peft(case).merge_and_unload().named_parameters()), 0
     assert set(found.ordered) == set(right)
     for name, parameter in source.named_parameters():
