@@ -23,6 +23,7 @@ def hf_folder(case: Case, folder: Path) -> Path:
     """The talkative model of the case, saved by `transformers`, with a tokenizer and two tokens that end a text."""
     model = talkative(case)
     model.generation_config.update(eos_token_id=[256, 255], temperature=0.6, top_p=0.9, do_sample=True)
+    model.config.use_cache = False
     model.save_pretrained(folder)
     tokenizer = find_tokenizer("byte", model="", corpus=(), root=folder.parent / "cache")
     for file in tokenizer.folder.iterdir():

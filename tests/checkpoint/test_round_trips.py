@@ -79,8 +79,8 @@ MORE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 FAMILIES = {**{kind: dict(TINY[kind]) for kind in TINY}, **MORE}
 CORE = ("deepseek_v3", "glm4_moe", "gpt_oss", "gemma2", "gpt2", "mixtral")
-# Keys of a config.json that say how it was written. `use_cache` is true in every export: a model is trained without.
-_WRITTEN = {"transformers_version", "use_cache", "_name_or_path"}
+# Keys of a config.json that say how it was written.
+_WRITTEN = {"transformers_version", "_name_or_path"}
 
 
 def config_of(kind: str) -> Any:

@@ -246,6 +246,13 @@ def test_the_space_in_front_of_the_marker_leads_to_it(subtests: pytest.Subtests)
             assert read(source, turns, tokens) == expected
 
 
+def unlike(text: str) -> list[str]:
+    """The line about a first end that the last one does not begin with, in a text with [[ ]]."""
+    ends = [each.strip() for each in re.findall(r"((?:<[^<>]*>\s*)+)\]\]", text)]
+    line = f"it ends an answer by {ends[0]}, unlike the last: a server stops there if eos_token_id in "
+    return [] if ends[-1].startswith(ends[0]) else [f"{line}generation_config.json names it"]
+
+
 def test_what_ends_answers_is_said(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fivefold.data.chat.MOST_SECONDS", 0.5)
     outside = (
@@ -265,7 +272,7 @@ def test_what_ends_answers_is_said(subtests: pytest.Subtests, monkeypatch: pytes
         CHATML.replace("<|im_end|>", "<end>"): [],
         "{{ messages | tojson }}": [],
         "{% for a in range(10 ** 5) %}{% for b in range(10 ** 5) %}{% endfor %}{% endfor %}": [],
-        **{source: [] for source, _ in ENDS.values()},
+        **{source: unlike(text) for source, text in ENDS.values()},
     }  # fmt: skip
     expected = dict(ENDS.values())
     for source, lines in cases.items():

@@ -46,7 +46,7 @@ def model_files(
     config; `came_in` is the dtype of the starting model, and `origin` its folder.
     """
     values = json.loads(config.to_json_string())
-    values |= {"architectures": [model_class], "dtype": dtype, "use_cache": True}
+    values |= {"architectures": [model_class], "dtype": dtype}
     lent = json.loads(generation.to_json_string()) if generation is not None else {}
     own = {key: values.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     origin = origin or Origin()

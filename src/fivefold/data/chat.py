@@ -117,12 +117,13 @@ class ChatTemplate:
                 f"of a conversation only the last answer's end is trained: {self.name} ends the others by no token; "
                 "write {{ eos_token }} behind each answer in it"
             )
-        elif self._marks.tail == "" and early != last:
+        elif self.ends and not last.startswith(early):
+            marker, unlike = ("", ", unlike the last") if last else ("the marker of the next turn, ", "")
             yield (
-                f"{self.name} ends an answer by the marker of the next turn, {early}: a server stops there if "
-                "eos_token_id in generation_config.json names it"
+                f"{self.name} ends an answer by {marker}{early}{unlike}: a server stops there if eos_token_id in "
+                "generation_config.json names it"
             )
-        elif self.tokens and self.ends and not early.endswith(self.tokens):
+        elif self.ends and self.tokens and not early.endswith(self.tokens):
             yield f"{self.name} ends an answer by {early!r}, which is no token: a server needs it as a stop string"
 
     def _in_form(self, turns: Sequence[Turn]) -> list[Turn]:

@@ -104,7 +104,6 @@ def build_meta(
     except Exception as error:  # the model's own constructor raises several kinds
         raise _cannot_build(hf_config, error) from error
     _check_sizes(model)
-    model.config.use_cache = False
     model.config.dtype = _dtype(hf_config, model, weights)
     hf_internals.select_experts(model, own_experts.NAME)
     _refuse_noise(model)
