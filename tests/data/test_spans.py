@@ -53,6 +53,11 @@ ENDS = {
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
         "<|user|>\nq1<|end|>\n<|assistant|>\n[[a1<|end|>]]\n<|user|>\nq2<|end|>\n<|assistant|>\n[[<b>a2<|end|>\n<eos>]]",
     ),
+    "EOS behind all, also in front of the generation prompt": (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+        "{{ eos_token }}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
+        "<|user|>q1<|end|><|assistant|>[[a1<|end|>]]<|user|>q2<|end|><|assistant|>[[<b>a2<|end|><eos>]]",
+    ),
     "the same without lines, as Phi-4-mini": (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}",

@@ -208,7 +208,9 @@ class _Answers:
         lead = lead[: alike(lead, said)]
         if question and question in lead:  # first turn: after the beginning of the text
             return start + lead.index(question) + len(question)
-        shared = len(lead) if question is None else alike(lead, question)
+        # EOS may stand in front of the prompt alone: the prompt then ends with what the answer begins with.
+        ends = (length for length in range(len(lead), 0, -1) if question and question.endswith(lead[:length]))
+        shared = len(lead) if question is None else max(alike(lead, question), next(ends, 0))
         if not (shared if question else is_there):
             raise self._untold(number)
         return start + shared
