@@ -121,8 +121,7 @@ def _opened(api: Any, to: Repository) -> _Found:
         api.create_repo(to.name, private=not to.public)
     if to.revision and (found is None or found.is_new):
         api.create_branch(to.name, branch=to.revision, exist_ok=True)
-    if found is None or found.is_new:
-        found = _found(api, to)
+    found = found or _found(api, to)
     assert found is not None, "the hub has what it created"
     _check(to, found)
     return found
