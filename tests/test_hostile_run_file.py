@@ -9,7 +9,7 @@ import pytest
 
 from fivefold.config import keys, load_config
 from fivefold.core.errors import UserError
-from fivefold.core.plain_yaml import MOST_REPEATED
+from fivefold.core.plain_yaml import MOST_DEPTH, MOST_REPEATED, read
 from fivefold.training import launch
 from tests.commands import Crew
 
@@ -79,6 +79,11 @@ def test_aliases_that_repeat_little_are_fine(tmp_path: Path) -> None:
 def test_a_long_list_is_no_alias_bomb() -> None:
     prompts = [f"prompt {number}" for number in range(MOST_REPEATED + 1)]
     assert load_config(None, [f"sample.prompts={prompts}"]).sample.prompts == tuple(prompts)
+
+
+def test_collections_as_deep_as_allowed_are_fine() -> None:
+    text = "[" * MOST_DEPTH + "1" + "]" * MOST_DEPTH
+    assert str(read(text)) == text
 
 
 def test_no_number_is_counted_by_sixties_or_eights(subtests: pytest.Subtests) -> None:

@@ -1,5 +1,6 @@
 """A push over whatever a repository had before: it then contains what was pushed, and what others put there."""
 
+import re
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -28,6 +29,7 @@ STEPS = {"earlier": 2, "pushed": 4}
 SHARD = 20_000  # bytes: a few files
 STALE = {  # of earlier models: other forms of weights, and what is read next to them
     "pytorch_model-00001-of-00002.bin": b"old", "pytorch_model.bin.index.json": b"{}", "tf_model.h5": b"old",
+    "model.fp16-00001-of-00002.safetensors": b"old", "pytorch_model-00001-of-00002.fp16.bin": b"old",
     "model.fp16.safetensors": b"old", "model.safetensors.index.json": b"{}", "flax_model.msgpack": b"old",
     "adapter_model.bin": b"old", "chat_template.json": b"{}", "additional_chat_templates/rag.jinja": b"old",
     "tokenizer.model": b"old", "added_tokens.json": b'{"<old>": 999}', "preprocessor_config.json": b"{}",
@@ -241,6 +243,25 @@ def test_an_upload_that_fails_leaves_the_repository_as_it_was(
     assert hub.files[NAME, "main"] == old
 
 
+def test_a_branch_has_files_and_a_card_of_its_own(hub: fake_hub.Hub, tmp_path: Path) -> None:
+    """The name of the branch is no path in an address."""
+    hub.create(NAME, private=True)
+    theirs = b"\xef\xbb\xbf---\r\nlicense: mit\r\n---\r\n# Main\r\n"
+    hub.put(NAME, "main", {".gitignore": b"*.safetensors", "README.md": theirs, "tokenizer.json": b"old"})
+    files = {"README.md": b"# it\n\nTrained with fivefold.\n", "model.safetensors": b"new"}
+    given = written(files, tmp_path), files, "it"
+    done = push.push(Repository(NAME, revision="v/2"), *given)
+    others = "what others wrote into README.md"
+    assert done.kept == (".gitignore", others) and done.removed == ("tokenizer.json",)
+    hub.put(NAME, "v/2", {"mine.py": b"2", "README.md": hub.files[NAME, "v/2"]["README.md"] + b"\n# Mine\n"})
+    hub.put(NAME, "main", {"late.py": b"3"})
+    done = push.push(Repository(NAME, revision="v/2"), *given)
+    assert done.kept == (".gitignore", "mine.py", others) and done.removed == () and done.address.endswith("/tree/v/2")
+    found = {name: content.decode() for name, content in hub.files[NAME, "v/2"].items()}
+    assert found["model.safetensors"] == "new" and found["README.md"].startswith("---\nlicense: mit\n---\n")
+    assert re.findall("#.*", found["README.md"]) == ["# it", "# Main", "# Mine"] and "\r" not in found["README.md"]
+
+
 def test_a_card_keeps_what_others_wrote() -> None:
     terms = "of the base model and of the data apply.\n"
     ours = (
@@ -253,17 +274,28 @@ def test_a_card_keeps_what_others_wrote() -> None:
         f"# next\n\nTrained with fivefold.\n\nLicence: unknown. Those {terms}"
     )
     assert card.merged_card("", new) == card.merged_card(ours, new) == card.merged_card(new, new) == new
-    theirs = ours.replace("lora]\n", "lora, story]\nlanguage: de\n") + "\nBehind.\n"
+    theirs = ours.replace("lora]\n", "lora, base]\nlanguage: de\n") + "\nBehind.\n"
     theirs = theirs.replace("# run", "Before.\n\n# run")
     lines = ["Before.", "# next", "Behind."]
     for _ in range(2):
         theirs = card.merged_card(theirs, new)
         front = yaml.safe_load(theirs.split("---")[1])
-        assert front.pop("tags") == ["fivefold", "story"]
+        assert front.pop("tags") == ["fivefold", "base"]
         assert front == {"library_name": "transformers", "license": "unknown", "language": "de"}
         assert [line for line in theirs.splitlines() if line in lines] == lines
         assert theirs.count("Trained with fivefold.") == 1
     assert "## Mine\n\nMiddle.\n" in card.merged_card(ours.replace("| base", "## Mine\n\nMiddle.\n\n| base"), new)
+    assert card.merged_card(ours + ours.split("---")[2], new) == new
+
+    def front_of(theirs: str) -> Any:
+        return yaml.safe_load(card.merged_card(theirs, new).split("---")[1])
+
+    found = front_of("---\ntags: story\nlicense: mit\n---\n")
+    assert found["tags"] == ["fivefold", "story"] and found["license"] == "mit"
+    theirs = ours.replace("mit\n", "mit\ndatasets: [org/data, org/more]\n", 1).replace("base |", "base, org/data |")
+    assert front_of(theirs)["datasets"] == ["org/more"]
+    theirs = new.replace("license: unknown", "license: mit").replace("Licence:", "Of org/by-mit.\n\nLicence:")
+    assert front_of(theirs)["license"] == "mit"
 
 
 def test_a_card_that_cannot_be_read_is_named() -> None:

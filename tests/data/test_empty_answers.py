@@ -16,7 +16,8 @@ from tests.data.tokenizers import byte_folder
 
 USER, CALL = {"role": "user", "content": "Q?"}, {"name": "get", "arguments": {"a": 1}}
 DPO, KTO, SIMPO = "dpo", "kto", "simpo"
-THINKS = CHATML.replace("message['content']", "message.get('reasoning_content', '') + message['content']")
+CALLED = "(message.get('tool_calls', []) | map(attribute='function') | join)"
+THINKS = CHATML.replace("message['content']", f"message.get('reasoning_content', '') + {CALLED} + message['content']")
 
 
 def said(content: Any, **more: Any) -> dict[str, Any]:
@@ -75,6 +76,7 @@ def trained(data: PreparedData) -> list[str]:
         ({"messages": [USER, said(""), USER, said("A.")]}, {"train_on": "last"}, "A."),
         ({"messages": [USER, said("", reasoning_content="Hm")]}, {}, "Hm"),
         ({"prompt": [USER, said(""), USER], "completion": "A."}, {}, "A."),
+        ({"messages": [USER, said("", tool_calls=[{"type": "function", "function": CALL}])]}, {}, str(CALL)),
     ],
 )
 def test_what_is_not_trained_or_has_thoughts_may_be_empty(

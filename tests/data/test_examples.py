@@ -22,7 +22,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.time_limit import within
 from fivefold.data import IGNORE, PreparedData, chat, formats, prepare, shown, store, units
 from fivefold.data.chat import CHATML, ChatTemplate
-from fivefold.data.examples import Example, Rated, beside_others
+from fivefold.data.examples import Example, Rated, Text, beside_others
 from fivefold.data.examples import chat as chat_example
 from fivefold.data.records import Records, example_of
 from fivefold.data.source import Source, resolve
@@ -149,6 +149,15 @@ def test_a_token_is_trained_by_its_own_characters(tmp_path: Path, trims: dict[st
     tokenizer = byte_folder(tmp_path / "bare", BARE, eos="</s>", special=special)
     _, trained = texts(read(tmp_path, [{"messages": turns}], tokenizer))
     assert trained == f"a{ends}<|user|>{starts}b</s>"
+
+
+def test_a_token_is_trained_if_one_of_its_characters_is() -> None:
+    text = Text("0123456789", trained=((7, 9), (1, 4), (2, 3), (5, 5)))
+    expected = {
+        (0, 1): False, (0, 2): True, (3, 4): True, (4, 5): False, (4, 6): False, (6, 8): True, (9, 10): False,
+        (1, 1): False, (4, 4): True,  # as the character before
+    }  # fmt: skip
+    assert text.is_trained(np.array([*expected])).tolist() == [*expected.values()]
 
 
 def test_a_token_over_the_end_of_an_answer_is_trained(tmp_path: Path, folder: Any) -> None:

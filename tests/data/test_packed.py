@@ -54,7 +54,10 @@ def test_columns_that_agree_are_all_used(tmp_path: Path) -> None:
         ({"attention_mask": [0, 1, 1, 2, 2, 3, 3, 0]}, [([2, 3], [3]), APART[1], ([21, 22], [22])]),
         ({"segment_ids": [1, 1, 1, 2, 2, 0, 0, 0]}, APART[:2]),
         ({"seq_idx": [0, 0, 0, 1, 1, -1, -1, -1]}, APART[:2]),
+        ({"seq_idx": [-1, 0, 0, 1, 1, 2, 2, 2]}, [([2, 3], [3]), *APART[1:]]),
+        ({"attention_mask": [1, 1, 1, 1, 1, 0, 0, 0], "segment_ids": [1, 1, 1, 2, 2, 2, 2, 2]}, APART[:2]),
         ({"seq_lengths": [3, 2], "attention_mask": [1, 1, 1, 1, 1, 0, 0, 0]}, APART[:2]),
+        ({"seq_lengths": [8]}, [(ROW, ROW[1:])]),  # as it is
         ({"seq_lengths": [3, 2, 3], "attention_mask": [1, 1, 0, 1, 1, 0, 1, 1]},
          [([1, 2], [2]), APART[1], ([22, 23], [23])]),
         ({"position_ids": [0, 1, 2, 0, 1, 0, 0, 0]}, APART[:2]),
@@ -74,9 +77,10 @@ def test_padding_and_beginnings(tmp_path: Path, columns: dict[str, Any], expecte
         ({"seq_lengths": [3, 2, 3], "position_ids": list(range(8))}, "bound other documents, from token 4 on"),
         ({"cu_seqlens": [0, 3, 8], "attention_mask": SAID["attention_mask"]}, "attention_mask and cu_seqlens bound"),
         ({"seq_lengths": [3, 2, 4]}, "seq_lengths is [3, 2, 4], of 8 tokens"),
-        ({"seq_lengths": [3, 2]}, "seq_lengths is [3, 2], of 8 tokens"),
+        ({"seq_lengths": [3, 4]}, "seq_lengths is [3, 4], of 8 tokens"),
         ({"seq_lengths": [3, -1, 6]}, "seq_lengths is [3, -1, 6], of 8 tokens"),
         ({"seq_lengths": []}, "seq_lengths is [], of 8 tokens"),
+        ({"cu_seqlens": [0, 3, 5]}, "cu_seqlens is [0, 3, 5], of 8 tokens"),
         ({"cu_seqlens": [3, 5, 8]}, "cu_seqlens is [3, 5, 8], of 8 tokens"),
         ({"cu_seqlens": [0, 5, 3, 8]}, "cu_seqlens is [0, 5, 3, 8]"),
         ({"position_ids": [0, 1, 2, 2, 3, 4, 5, 6]}, "position_ids goes from 2 to 2 at token 4"),
@@ -109,6 +113,14 @@ def test_a_row_of_one_document_in_a_packed_file_stays_as_it_is(tmp_path: Path) -
     path = rows(tmp_path, position_ids=SAID["position_ids"])
     path.write_text(path.read_text() + json.dumps({"input_ids": [5, 6], "position_ids": [0, 1]}) + "\n")
     assert documents(read(tmp_path, path)) == [*APART, ([5, 6], [6])]
+
+
+def test_a_packed_row_that_comes_late_in_a_file_stays_as_it_is(tmp_path: Path) -> None:
+    path = rows(tmp_path, position_ids=SAID["position_ids"])
+    alone = [{"input_ids": [5] * length, "position_ids": list(range(length))} for length in range(2, 19)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in alone) + path.read_text())
+    found = documents(read(tmp_path, path))
+    assert found[0] == ([5, 5, 256], [5, 256]) and found[17:] == APART
 
 
 def test_other_bounds_are_other_data(tmp_path: Path) -> None:

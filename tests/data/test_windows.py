@@ -139,6 +139,15 @@ def test_the_tokens_are_those_of_the_whole_text(kind: str, monkeypatch: pytest.M
     assert most > 5 or kind == "Unigram of one word"
 
 
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("right", [False, True])
+def test_the_space_that_a_token_takes_in_is_none_of_its_characters(left: bool, right: bool) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"x": 0, "?": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken("<e>", lstrip=left, rstrip=right)])
+    assert encoded(tokenizer, "x <e> \n x", with_spans=True)[2] == [(0, 1), (2, 5), (8, 9)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_more_than_a_window_is_encoded_at_once(kind: str) -> None:
     tokenizer, lengths = KINDS[kind](), []

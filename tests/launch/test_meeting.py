@@ -161,6 +161,12 @@ def test_rank_0_listens_at_the_address_that_its_host_means(monkeypatch: pytest.M
     assert at("one") == "127.0.0.2" and at("two") == everywhere
 
 
+def test_rank_0_reaches_its_store_where_that_listens(port: int) -> None:
+    first, second = ranks([0, 1], 2, port, timeout=20, host="127.0.0.2")
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+
+
 LISTENERS = """
 import os, sys
 import torch.distributed as dist

@@ -1,6 +1,7 @@
 """Weights: drawn by the recipe of the model, or read from safetensors; any region alone equals the same cut of all."""
 
 import json
+import os
 from itertools import product
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fivefold.core.alike import difference
+from fivefold.core.alike import difference, sampled
 from fivefold.core.errors import UserError
 from fivefold.models import merged, random_stream
 from fivefold.models.build import build_meta
@@ -410,6 +411,30 @@ def test_digests_see_each_tensor_at_both_ends_and_do_not_depend_on_the_files(tmp
         assert found[0] == f"{1 if name == 'one' else 0}.safetensors: {name}"
     typed = sharded(tmp_path / "typed", {**tensors, "one": torch.zeros(1, dtype=torch.int32)}, [*tensors])
     assert weights_digest(typed) != plain  # the same bytes
+
+
+def test_every_tensor_of_a_file_of_many_is_in_a_digest(tmp_path: Path) -> None:
+    tensors = {f"{number:02}": torch.zeros(1) for number in range(70)}
+    found = {weights_digest(sharded(tmp_path / "plain", tensors, [*tensors]))}
+    for name in tensors:
+        save_file({**tensors, name: -torch.zeros(1)}, tmp_path / "plain" / "0.safetensors")
+        found.add(weights_digest(tmp_path / "plain"))  # the last byte is another
+    assert len(found) == 71
+
+
+def test_samples_of_a_range_are_of_all_its_parts_and_of_nothing_else(tmp_path: Path) -> None:
+    size, samples = 2**26, 24  # 16, and one for each 8 MiB
+    apart = size // (samples - 1)
+    with (tmp_path / "range").open("w+b") as file:
+        file.truncate(size + 9)
+        plain = sampled(file.fileno(), 8, 8 + size)
+        for at in range(8, 8 + size - apart, apart // 2):
+            os.pwrite(file.fileno(), b"1" * apart, at)
+            assert sampled(file.fileno(), 8, 8 + size) != plain, at
+            os.pwrite(file.fileno(), bytes(apart), at)
+        for outside in (7, 8 + size):
+            os.pwrite(file.fileno(), b"1", outside)
+        assert sampled(file.fileno(), 8, 8 + size) == plain
 
 
 def test_a_digest_of_an_earlier_version_is_compared_in_its_form(tmp_path: Path) -> None:

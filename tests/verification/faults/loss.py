@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -230,6 +231,26 @@ def padding_carries_loss() -> Any:
         batch = plain(rows, **options)
         for labels, row in zip(batch.labels, rows, strict=True):
             labels[sum(len(piece.tokens) for piece in row) :] = 0
+        return batch
+
+    return patch.object(proof_case, "assemble", assemble)
+
+
+@fault(
+    "the first token of a document is the target of the last one before it",
+    known="TRL's packed sets, read without `seq_lengths`",
+    layout="shard2",
+    expects=LOSS,
+)
+def first_tokens_are_targets() -> Any:
+    plain = proof_case.assemble
+
+    def assemble(rows: Any, **options: Any) -> Any:
+        batch = plain(rows, **options)
+        for labels, row in zip(batch.labels, rows, strict=True):
+            ends = accumulate(len(piece.tokens) for piece in row)
+            for end, following in zip(ends, row[1:], strict=False):
+                labels[end - 1] = following.tokens[0]
         return batch
 
     return patch.object(proof_case, "assemble", assemble)
