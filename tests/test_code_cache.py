@@ -212,6 +212,10 @@ def test_what_torch_compiles_lies_in_the_cache(tmp_path: Path, monkeypatch: pyte
     env[INDUCTOR] = "/mine"
     keep_compiled(env)
     assert env == {INDUCTOR: "/mine"}
+    (tmp_path / "inductor" / "one").mkdir()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # a cache that is only read
+    keep_compiled(env := {})
+    assert not env
 
 
 @pytest.mark.full

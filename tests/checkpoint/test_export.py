@@ -181,7 +181,13 @@ def test_force_replaces_a_model_folder_whole(tmp_path: Path) -> None:
     assert "--force" in str(refused.value.fix)
     export(run, out, force=True)
     assert not (out / "old.safetensors").exists() and (out / "model.safetensors").exists()
-    assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == ["out"]
+    (tmp_path / "link-out").symlink_to("out")
+    (out / "old.safetensors").touch()
+    export(run, tmp_path / "link-out", force=True)
+    assert (tmp_path / "link-out").is_symlink() and not (out / "old.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == ["link-out", "out"]
+    with pytest.raises(UserError, match="model holds weights that "):
+        export(run, find_checkpoint(run).model_folder, force=True)
 
 
 @pytest.mark.full

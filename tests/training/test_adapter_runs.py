@@ -100,6 +100,8 @@ def test_an_exported_adapter_is_one_of_peft_and_merged_it_is_a_model(tmp_path: P
     with patch.object(Merged, "read", lambda self, *asked: read(self, *asked) * 1.01), pytest.raises(RunFailed):
         export(run_dir(tree), tmp_path / "wrong", merge=True)
     assert not (tmp_path / "wrong").exists()
+    with pytest.raises(UserError, match="holds weights that "):
+        export(run_dir(tree), Path(base), merge=True, force=True)
     again = {**tree_of(tmp_path, base, run__name="again", train__max_steps=1, optimizer__learning_rate=0.0)}
     again["adapter"] = {**LORA, "path": str(tmp_path / "adapter")}
     assert train(again).error is None

@@ -80,6 +80,7 @@ def export(
     if best and step is not None:
         raise UserError(f"the best step and step {step} are both asked for", fix="leave one out")
     checkpoint = find_checkpoint(run, best_step(run) if best else step)
+    out = out.resolve() if out.is_symlink() else out  # the folder is replaced, not the link
     if push is None:
         return _export(checkpoint, run, out, f'"{out.name}"', dtype, force, merge, room, file_bytes)
     hub.check(push)  # before a large model is written
@@ -97,6 +98,9 @@ def _export(
     beside = adapter_export.of(checkpoint)
     if beside is None and merge:
         raise UserError(f"{run} has no adapter to merge: the whole model was trained", fix="leave --merge out")
+    base = beside and Path(beside.config.model.name_or_path).resolve()
+    if checkpoint.path.parent.resolve() in out.resolve().parents or out.resolve() == base:
+        raise UserError(f"{out} holds weights that {run} needs", fix="name another folder")
     if beside is not None and not merge:
         size, kind = beside.write(out, run, dtype, arguments=arguments, force=force)
         return Exported(out, checkpoint.manifest.step, beside.parameters, size, kind, is_adapter=True)

@@ -48,11 +48,12 @@ def code_folder(kind: str) -> Path:
 
 def keep_compiled(env: MutableMapping[str, str] = os.environ) -> None:
     """Let torch keep what it compiles in the cache, apart for each kind of CPU, unless the user has named a folder for
-    it. By default it leaves a folder in TMPDIR."""
+    it or the cache cannot be written. By default torch leaves a folder in TMPDIR."""
     if INDUCTOR not in env:
         about = [line for line in cpuinfo().split("\n\n")[0].splitlines() if line.startswith(_CPU)]
         with suppress(UserError):
-            env[INDUCTOR] = str(code_folder("inductor") / key_of(*about))
+            if os.access(folder := code_folder("inductor"), os.W_OK):  # a cache that is only read has kernels
+                env[INDUCTOR] = str(folder / key_of(*about))
 
 
 def _lacks(folder: Path) -> str:

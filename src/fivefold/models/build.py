@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.folder_config import (
@@ -205,7 +205,7 @@ def without_dropout(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     return hf_config
 
 
-def config_values(config: PreTrainedConfig) -> dict[str, Any]:
+def config_values(config: PreTrainedConfig | GenerationConfig) -> dict[str, Any]:
     """The keys of a config that a model depends on, as plain data."""
     values = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in values.items() if key not in ("transformers_version", "_name_or_path")}

@@ -9,6 +9,7 @@ from fivefold.core.alike import UNREAD, WHOLE, digests, program
 from fivefold.core.named_code import NamedCode
 from fivefold.data.prepare import PreparedData
 from fivefold.data.tokenizer import tokenizer_files
+from fivefold.models import hf_internals
 from fivefold.models.build import config_values, load_model_config, weights_folder
 from fivefold.models.sources import folder_digests
 from fivefold.parallel.adapters.peft_folder import adapter_digests
@@ -48,7 +49,7 @@ def files(config: RunConfig, data: PreparedData, *, reads_weights: bool) -> Mapp
     }
     if model.init == "pretrained":
         weights = weights_folder(model.name_or_path)
-        read[base] = digests(weights, weights.glob("generation_config.json"))
+        read[f"{base}: generation_config.json"] = config_values(hf_internals.generation_config(weights))
         is_read = reads_weights or config.adapter.lora or given.compares
         read[f"{base}: weights"] = folder_digests(weights) if is_read else UNREAD
     if config.adapter.path:
