@@ -37,6 +37,10 @@ class RunFailed(UserError):
     exit_code = 1
 
 
+class NodesDiffer(UserError):
+    """Nodes read unlike things. Every rank raises it, and every node reports it in its own log."""
+
+
 def first_line(error: BaseException) -> str:
     """First line of another library's error message; the error's type if the message is empty."""
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.errors import NodesDiffer, RunFailed, UserError
 from fivefold.core.files import take_space, writing
 from fivefold.core.terminal import say
 from fivefold.launch.world import World
@@ -208,13 +208,16 @@ def one_voice(world: World | None) -> Iterator[None]:
 
 @contextmanager
 def said_once(world: World) -> Iterator[None]:
-    """Among joined ranks: rank 0 reports if it met an error, else the first rank that did."""
+    """Among joined ranks: rank 0 reports if it met an error, else the first rank that did; of `NodesDiffer` also one
+    rank of every other node."""
     try:
         yield
     except UserError as error:
         from fivefold.torch_internals import default_store
 
         if not speaks(world, default_store()):
+            if world.local_rank == 0 and isinstance(error, NodesDiffer):
+                raise
             raise SystemExit(error.exit_code) from None
         if world.is_first:
             raise

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from fivefold.core.alike import FIX, difference
 from fivefold.core.cache import key_of
-from fivefold.core.errors import UserError
+from fivefold.core.errors import NodesDiffer, UserError
 from fivefold.core.text import listed
 from fivefold.parallel import plain
 
 
 def check_alike(read: Callable[[], Mapping[str, Any]], *, fix: str = FIX, more: str | None = None) -> None:
-    """Raise `UserError`, the same on every rank, for the first field of `read()` that differs from rank 0's; or the
+    """Raise `NodesDiffer`, the same on every rank, for the first field of `read()` that differs from rank 0's; or the
     error of the first rank that cannot read. Every rank calls this. A field is named with its values, ranks and hosts.
     """
     mine: dict[str, Any] = {}
@@ -41,7 +41,7 @@ def check_alike(read: Callable[[], Mapping[str, Any]], *, fix: str = FIX, more: 
         name, own, other = next(iter(differences.values()))
         ranks = [rank for rank, each in differences.items() if each[0] == name]
         what = f"{name} is {other} on {_place([0], hosts)}, and {own} on {_place(ranks, hosts)}"
-        raise UserError(what, fix=fix, more=more)
+        raise NodesDiffer(what, fix=fix, more=more)
 
 
 def _place(ranks: list[int], hosts: list[str]) -> str:
