@@ -302,7 +302,7 @@ def folder_digests(folder: Path, file: str = "") -> dict[str, Any]:
         try:
             digests = dict(zip(names, pool.map(digest, names), strict=True))
         except OSError as error:
-            raise UserError(f"{error.filename} cannot be read: {error}", fix="download the file again") from error
+            raise UserError(f"{error.filename or folder} cannot be read: {error}", fix="download it again") from error
     by_file = groupby(names, key=lambda name: located[name].name)
     return {
         **{path: {name: digests[name] for name in of_file} for path, of_file in by_file},
