@@ -246,7 +246,7 @@ def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatc
     calls: list[Any] = []
     monkeypatch.setattr(generation_launch, "start", lambda *given, **named: calls.append((given, named)))
     done = SimpleNamespace(dtype="torch.bfloat16", parameters=1_234_567, bytes=2_469_134, is_adapter=False, lacks={})
-    done.check, done.pushed = MergeCheck(2e-7, 1.5e-2), None
+    done.check, done.push = MergeCheck(2e-7, 1.5e-2), None
     module = SimpleNamespace(export=lambda *given, **named: calls.append((given, named)) or done)
     monkeypatch.setitem(sys.modules, "fivefold.checkpoint.export", module)
     assert run("generate", "runs/demo", "--prompt", "def ", "--layout", "tp2", "--top-k", "5") == 0
