@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -247,8 +248,8 @@ def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(generation_launch, "start", lambda *given, **named: calls.append((given, named)))
     done = SimpleNamespace(dtype="torch.bfloat16", parameters=1_234_567, bytes=2_469_134, is_adapter=False, lacks={})
     done.check, done.push = MergeCheck(2e-7, 1.5e-2), None
-    module = SimpleNamespace(export=lambda *given, **named: calls.append((given, named)) or done)
-    monkeypatch.setitem(sys.modules, "fivefold.checkpoint.export", module)
+    module = import_module("fivefold.checkpoint.export")  # the package has a function of this name
+    monkeypatch.setattr(module, "export", lambda *given, **named: calls.append((given, named)) or done)
     assert run("generate", "runs/demo", "--prompt", "def ", "--layout", "tp2", "--top-k", "5") == 0
     assert run("export", "runs/demo", "my out", "--step", "20", "--dtype", "bf16", "--force") == 0
     request = GenerateRequest(model="runs/demo", prompt="def ", layout="tp2", top_k=5)
