@@ -214,7 +214,7 @@ def test_the_card_says_what_it_is_and_the_printed_lines_run(
         "tags": ["fivefold"],
     }  # a folder is no hub id
     for row in (
-        "| base model | hf, its own weights |", "| data | python-stdlib (weight 1) |", "| steps | 12 |",
+        "| base model | hf, its own weights |", "| steps | 12 |",
         "| 11 | 2.5000 | 2.2500 |", "| 12 | 2.0000 |  |", 'AutoModelForCausalLM.from_pretrained("my out")',
         "| layout | `single+fp32` |", "| weights stored in | float32 |", "transformers", "Licence: unknown.",
     ):  # fmt: skip

@@ -150,7 +150,7 @@ def _training(config: RunConfig, adapted: int) -> dict[str, str]:
         **({"adapter": f"LoRA of rank {adapter.rank}, alpha {adapter.alpha:g}, on {targets}{size}{packed}"}
            if adapter.lora else {}),
         "tokenizer": _shown(config.tokenizer.name_or_path),
-        "data": ", ".join(sources),
+        **({"data": ", ".join(sources)} if sources else {}),
         "objective": config.objective.name,
         "rows": f"{train.global_batch_size} per step, {config.data.seq_length} tokens each",
         "optimizer": f"{optimizer.title}, weight decay {optimizer.weight_decay:g}",

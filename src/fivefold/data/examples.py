@@ -122,7 +122,9 @@ class Example:
         trained = [number for number in trained if self.turns[number].get("weight", 1) != 0]
         trained = trained[-1:] if self.train_on == "last" else trained
         for number in trained:
-            if _says_nothing(self.turns[number], "".join(text[first:last] for first, last in answers[number])):
+            written = "".join(text[first:last] for first, last in answers[number])
+            # A template may enclose the marker by which a question begins.
+            if self.turns[number]["role"] == "assistant" and _says_nothing(self.turns[number], written):
                 raise self._empty(f"what the assistant says in turn {number + 1} of {len(self.turns)}")
         return text, [span for number in trained for span in answers[number]]
 
