@@ -119,7 +119,9 @@ def with_peft_folder(folder: str | Path, lora: Lora, facts: ModelFacts, base: Te
 
 def adapter_digests(path: str | Path) -> dict[str, Any]:
     """The config of the adapter in a folder, and digests of its tensors. Raises `UserError`."""
-    return {CONFIG: _read_config(Path(path)), "weights": folder_digests(Path(path), WEIGHTS)}
+    folder = Path(path)
+    is_whole = (folder / WEIGHTS).is_file()  # otherwise its reader says so, after what its config says
+    return {CONFIG: _read_config(folder), **({"weights": folder_digests(folder, WEIGHTS)} if is_whole else {})}
 
 
 class PeftFolder(TensorSource):
