@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import fivefold as ff
 from fivefold.core import alike
-from fivefold.core.errors import UserError
+from fivefold.core.errors import NodesDiffer, UserError
 from fivefold.data.tokenizer import _byte_tokenizer, _save
 from fivefold.evaluation import EvaluateRequest
 from fivefold.evaluation.run import evaluate
@@ -90,7 +90,7 @@ def refused(nodes: list[Path], tree: dict[str, Any], *more: Any) -> str:
     """The one error of all ranks: before the first step."""
     errors = [ran.error for ran in run_ranks(len(nodes), on_node, [*map(str, nodes)], tree, *more)]
     (said,) = {str(error) for error in errors}
-    assert all(type(error) is UserError and error.exit_code == 2 for error in errors)
+    assert all(type(error) in (UserError, NodesDiffer) and error.exit_code == 2 for error in errors)
     assert not (run_dir(tree) / "metrics.jsonl").exists()
     return said
 
