@@ -38,7 +38,7 @@ def at(*ranks: int) -> str:
 
 def refusals(trees: list[dict[str, Any]], torch_version: str = "") -> set[str]:
     results = run_ranks(len(trees), each_its_own, trees, torch_version)
-    assert all(type(result.error) is UserError for result in results)
+    assert all(isinstance(result.error, UserError) for result in results)
     return {result.error.what for result in results}
 
 
