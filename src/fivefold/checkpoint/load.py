@@ -159,10 +159,7 @@ class CheckpointSource(TensorSource):
         record = self._records[name]
         wanted = tuple(s.indices(size)[:2] for s, size in zip(region, record.shape, strict=True))
         shape = tuple(max(0, stop - start) for start, stop in wanted)
-        parts = [  # each with the box of what it shares with `wanted`
-            (one, tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one.box, wanted, strict=True)))
-            for one in record.overlapping(wanted)
-        ]
+        parts = [(one, _intersection(one.box, wanted)) for one in record.overlapping(wanted)]
         if len(parts) == 1:
             return self._read_slice(name, *parts[0])
         values = torch.empty(shape, dtype=self.dtype(name))
@@ -187,6 +184,11 @@ class CheckpointSource(TensorSource):
         if str(values.dtype) != f"torch.{dtype}":
             raise CorruptCheckpoint(f"{path}: {key} is {values.dtype}, and the manifest says {dtype}")
         return values
+
+
+def _intersection(one: Box, other: Box) -> Box:
+    """The box of the elements that two boxes share, in global coordinates."""
+    return tuple((max(start, at), min(stop, end)) for (start, stop), (at, end) in zip(one, other, strict=True))
 
 
 def restore(

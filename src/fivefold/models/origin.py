@@ -21,9 +21,8 @@ _TERMS = tuple(
     "".join(f"[{letter.upper()}{letter}]" for letter in word) + "*"
     for word in ("license", "licence", "notice", "copying", "use_policy")
 )
-_TEXT = re.compile(
-    r"(\.(txt|md|pdf|rst|\d+))?", re.IGNORECASE
-)  # the end of their names: LICENSE-2.0, and no LICENSE.py
+# How their names end: LICENSE-2.0, LICENSE.txt, and no LICENSE.py.
+_TEXT = re.compile(r"(\.(txt|md|pdf|rst|\d+))?", re.IGNORECASE)
 _MOST_BYTES = 2**24
 # Its files on the hub, as patterns, besides weights and JSON.
 FILES = (REPOCARD_NAME, *_TERMS, "*.jinja")
