@@ -1,4 +1,4 @@
-"""Who knows a feature, or a concern of a run, besides its own folder: the files whose code names it, only ever fewer."""
+"""Files whose code names a feature, or a concern of a run, besides its own folder: only ever fewer."""
 
 import ast
 import re
