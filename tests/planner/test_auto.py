@@ -126,7 +126,7 @@ def test_what_a_run_was_expected_to_be_is_its_estimate() -> None:
     found, of = expected(config, "shard2.tp2", "cuda:0", about), estimate(price_list, config.layout, WORKLOAD)
     assert (found.step_seconds, found.peak_gib, found.cluster) == (of.step_seconds, of.memory_gib, "2x2xH100")
     assert expected(config, "shard4+fp32", "cpu", {}).cluster == (  # of an earlier version
-        f"1x4xcpu; what a cpu does is a guess, fivefold calibrate measures it; {of_run.RESIDENT}"
+        f"1x4xcpu; the speed of a cpu is a guess until fivefold calibrate measures it; {of_run.RESIDENT}"
     )
     assert expected(config, "shard4+fp32", "cpu", {"data": {"vocabulary": "x"}}).step_seconds > 0
     with pytest.raises(UserError, match="does not know Fancy 1"):

@@ -69,7 +69,7 @@ def test_the_page_of_an_adapter_says_its_rank_and_what_is_trained(tmp_path: Path
     run = make_run(
         tmp_path / "mine", [row(1, **{"eval/best": 2.5, "eval/best_step": 1})], "adapter.name=lora", "adapter.rank=8"
     )
-    trained = "LoRA of rank 8, times 4, beside 14 linears, new: 32.8k parameters are trained, the others frozen"
+    trained = "LoRA rank 8, alpha 32, on 14 linears: 32.8k of 919k parameters are trained"
     start = {"event": "start", "step": 0, "time": "2026-01-31T12:00:00+00:00", "header": [["adapter", trained]]}
     end = {"event": "end", "step": 1, "time": "2026-01-31T12:01:07+00:00", "what": "finished"}
     (run / history.NAME).write_text("".join(json.dumps(each) + "\n" for each in (start, end)))

@@ -19,7 +19,7 @@ class Rows:
     """A hundred of them."""
 
     def extent(self, rows: int, steps: str) -> str:
-        return f"100 rows; {steps} read them {rows / 100:.3g} times"
+        return f"{rows / 100:.3g} epochs: {steps} over 100 rows"
 
 
 def job(config: RunConfig, *, step: int, device: str = "cpu", peak: float | None = None) -> Any:

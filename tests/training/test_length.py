@@ -98,9 +98,9 @@ def test_one_of_the_three_is_set(tmp_path: Path) -> None:
 def test_what_is_said_of_the_epochs(tmp_path: Path) -> None:
     data = prepare_texts(tmp_path, ["x" * 40] * 50, packing=False)
     asked = config(train={"global_batch_size": 4})
-    assert schedule.epochs_text(asked, data, 25) == "50 rows; 25 steps read them 2 times"
-    assert schedule.epochs_text(asked, data, 3) == "50 rows; 3 steps read them 0.24 times"
-    assert schedule.epochs_text(asked, data, 10**6) == "50 rows; 1,000,000 steps read them 80,000 times"
+    assert schedule.epochs_text(asked, data, 25) == "2 epochs: 25 steps over 50 rows"
+    assert schedule.epochs_text(asked, data, 3) == "0.24 epochs: 3 steps over 50 rows"
+    assert schedule.epochs_text(asked, data, 10**6) == "80,000 epochs: 1,000,000 steps over 50 rows"
 
 
 def test_a_warm_up_left_open_agrees_with_what_a_checkpoint_has() -> None:
@@ -118,8 +118,8 @@ def test_a_run_that_is_made_longer_keeps_its_warm_up(tmp_path: Path) -> None:
     del tree["scheduler"]
     ran = train(tree, world=1)
     assert ran.error is None and "warm-up 2 steps, then cosine" in ran.screen
-    assert "rows; 21 steps read them" in ran.screen.split("step 1/21")[0]  # at the start
-    assert "rows; 21 steps read them" in ran.screen.split("step 21/21")[1]  # and at the end
+    assert "epochs: 21 steps over" in ran.screen.split("step 1/21")[0]  # at the start
+    assert "epochs: 21 steps over" in ran.screen.split("step 21/21")[1]  # and at the end
     assert max(column(tree, "train/learning_rate")) == 1e-2
     own = yaml.safe_load((run_dir(tree) / "run.yaml").read_text())
     assert own["scheduler"]["warmup_steps"] == 2
@@ -133,7 +133,7 @@ def test_a_run_that_is_made_longer_keeps_its_warm_up(tmp_path: Path) -> None:
     tree["train"]["max_epochs"] = 1.3
     ran = train(tree, world=1)
     assert ran.error is None and "warm-up 2 steps" in ran.screen
-    rows = int(ran.screen.split(" rows; ")[0].split()[-1])
+    rows = int(ran.screen.split(" epochs: ")[1].split()[3])
     assert len(column(tree, "train/loss")) == ceil(1.3 * rows / 2) > 41
 
 

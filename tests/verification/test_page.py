@@ -187,8 +187,8 @@ def test_a_logarithmic_axis_has_a_place_for_everything() -> None:
 def test_verdict_and_headline() -> None:
     lost, refused = LayoutResult("tp2"), LayoutResult("tp2", rows(), refused="broke")
     assert [each.verdict for each in (right(), wrong(), lost, refused)] == ["PROVED", "WRONG", "NOT RUN", "NOT RUN"]
-    assert headline([right()]) == "The layout computes what one process computes"
-    assert headline([right(), right()]) == "All 2 layouts compute what one process computes"
+    assert headline([right()]) == "The layout matches one process"
+    assert headline([right(), right()]) == "Both layouts match one process"
     assert headline([right(), lost]) == "1 of 2 layouts did not run"
     assert headline([]) == "Nothing was proved"
 
@@ -303,7 +303,7 @@ def test_a_terminal_has_the_verdict_first_and_few_lines(capsys: pytest.CaptureFi
     assert "first differs at output of model.layers.1.post_attention_layernorm" in text
     assert "and 25 more layouts: --rows" in text
     lines = shown_at_80(report(right(), right("shard2")), capsys)
-    assert lines[0].startswith("PROVED  All 2 layouts compute") and len(lines) <= 20
+    assert lines[0].startswith("PROVED  Both layouts match one process") and len(lines) <= 20
     refused = [LayoutResult(f"tp{n}", refused="tp does not divide num_key_value_heads " * 3) for n in range(3, 40)]
     assert len(shown_at_80(report(*refused), capsys)) <= 20
 

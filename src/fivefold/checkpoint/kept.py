@@ -47,7 +47,7 @@ def keep(
     model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Parameters, about: Metadata, folder: Path, *,
     room: int, unfinished: Mapping[str, Any], after: "torch.cuda.Event | None" = None,
 ) -> None:  # fmt: skip
-    """Write what this rank holds to `folder`, without a word with other ranks, unless another one of this node has.
+    """Write this rank's shards to `folder` without collectives; skip if another rank of the node has written them.
 
     `parameters`: those of the model, in whose places others may stand. `room`: bytes that may be written. `after`: on
     a GPU, what to wait for; a collective that never ends may be under way. `unfinished`: what is left to do of the

@@ -107,8 +107,8 @@ def parts_in(folder: Path) -> dict[str, Any]:
 
 
 def newest_kept(told: Sequence[str], *, round: int, newer_than: int) -> KeptStep:
-    """The newest step of which the nodes have every part, from what each has `told`: of this round, and `newer_than`
-    what is on the disk. `step` 0: there is none."""
+    """Newest step of this round for which the nodes together hold every shard, `newer_than` the one on disk; `step` 0:
+    there is none. `told`: what each node holds."""
     here = [json.loads(text).get(round_folder(Path(), round).name, {}) for text in told]
     for step in sorted({int(step) for node in here for step in node}, reverse=True):
         if step <= newer_than:

@@ -213,7 +213,7 @@ class RowSource(ABC):
 
     @abstractmethod
     def extent(self, rows: int, steps: str) -> str:
-        """A text such as `178 rows; 20 steps read them 1.8 times`, of `steps` that read `rows` rows."""
+        """A text such as `1.8 epochs: 20 steps over 178 rows`, of `steps` that read `rows` rows."""
 
     @abstractmethod
     def position(self, place: int) -> Mapping[str, Any]:
@@ -261,7 +261,7 @@ class PackedRows(RowSource):
         times = self.epochs(rows)
         often = f"{times:.3g}" if times < 1000 else f"{times:,.0f}"
         per_epoch = "" if len(self.pools) == 1 else f", {float(self.epoch_rows):,.0f} an epoch by their weights"
-        return f"{len(self):,} rows{per_epoch}; {steps} read them {often} times"
+        return f"{often} epoch{'s' * (often != '1')}: {steps} over {len(self):,} rows{per_epoch}"
 
     @property
     def sample(self) -> "PackedRows":

@@ -3,8 +3,8 @@
 Nodes that train together see one run folder, so no node is special, and none needs the address of another before they
 meet. torch decides which nodes take part, and in what order. Its state is a file of JSON: a pickle would run what
 another user writes there. Each launcher holds a lock as long as it lives: the others see at once that it has ended. A
-machine that has lost its power or its way to the folder is gone when its signs of life stay out: when what it has
-written last has not changed for long, by the clock of the reader. Clocks of different machines are never compared.
+node counts as dead when its heartbeat has not changed for 10 s, by the reader's clock. Clocks of different machines are
+never compared.
 """
 
 import json
@@ -55,7 +55,7 @@ from fivefold.torch_internals import (
 
 FOLDER = ".nodes"
 LAST_CALL = timedelta(seconds=1)  # time for further nodes to come once the least number of them is there
-HEARTBEAT, MISSED = 1, 10  # seconds between a node's signs of life, and how many may be missing
+HEARTBEAT, MISSED = 1, 10  # seconds between a node's heartbeats, and how many may be missing
 LOOK = 0.2  # seconds between two looks at who is there
 _WORD = HEARTBEAT * MISSED  # seconds that torch waits for a word of the first node, without a look at whether it lives
 _PAUSE = 0.05  # seconds between two looks at what the others have said
@@ -254,7 +254,7 @@ class Meeting:
 
     def close(self) -> None:
         """Leave; the others notice."""
-        del self._rendezvous  # its signs of life end with it
+        del self._rendezvous  # its heartbeat ends with it
         self._presence.release()
 
 

@@ -2,8 +2,8 @@
 
     python -m fivefold.launch.torchrun OPTIONS OF TORCHRUN -m fivefold.cli train RUN.yaml
 
-torchrun itself ends with 1 whatever happened, and a scheduler cannot tell a wrong request, which would fail again, from
-a rank that was lost, nor from a run that was asked to stop and is saved.
+torchrun exits with 1 on any failure. This wrapper exits with 2 for a wrong request, which would fail again, and with
+143 after a stop on request, saved, so schedulers know whether to retry.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Memory that a step needs on a rank, by kind, from the plan alone. No torch.
 
-Memory peaks at one of a few moments (`moments.py`), which differ in what is there besides parameters and optimizer
-state. Each feature adds its bytes in its own folder; the planner uses the same functions with its own prices.
+Peak memory occurs at one of a few points of the step (`moments.py`), which differ in what exists besides parameters and
+optimizer state. Each feature adds its bytes in its own folder; the planner uses the same functions with its own prices.
 Rehearsals of the real step on the real caching allocator are the reference (docs/evidence/planned_memory.md). Not
 included: buffers of collectives between ranks, work space of kernels and what the allocator keeps.
 """

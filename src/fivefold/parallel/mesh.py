@@ -91,8 +91,8 @@ def _device_mesh(grid: RankGrid, groups: dict[str, dist.ProcessGroup], axis: str
 def _node_mesh(
     grid: RankGrid, groups: dict[str, dist.ProcessGroup], axis: str, of: str, device_type: str
 ) -> DeviceMesh:
-    """Device mesh (copies, ranks of a copy) over the ranks of `of`. FSDP sends along the latter alone, so the former
-    needs no group of its own, and names that of all ranks."""
+    """Device mesh (copies, ranks of a copy) over the ranks of `of`. FSDP communicates over the inner
+    dimension only, so the outer one reuses the group of all ranks."""
     ranks = torch.tensor(grid.members(of, dist.get_rank()), device="cpu").view(-1, grid.size(axis))
     return DeviceMesh.from_group([groups[of], groups[axis]], device_type, ranks, mesh_dim_names=("copies", axis))
 

@@ -14,7 +14,7 @@ from fivefold.planner.price import PriceList
 from fivefold.planner.report import guessed
 from fivefold.report.story import Expected
 
-RESIDENT = "planned memory is of tensors, measured of all that a CPU process has taken since its start"
+RESIDENT = "planned memory counts tensors; measured memory is the whole process, since its start"
 
 
 def expected(config: RunConfig, layout: str, device: str, about: Mapping[str, Any]) -> Expected:

@@ -35,7 +35,8 @@ BEST = "best"  # the first of the ranking
 CURES = "would make it fit, the fastest first:"
 ASSUMED = "assumed: "
 INTERVALS = (
-    "±, and what stands in brackets: the truth in 80 % of cases. Layouts are off together, so that their order is surer"
+    "± and (a to b) hold the true value in 80 % of cases. All layouts share these errors, so their order is more "
+    "certain than their times"
 )
 
 
@@ -253,7 +254,7 @@ def title(model: str, cluster: Cluster, workload: Workload) -> str:
 def guessed(chip: Chip) -> str:
     """Say what nobody has measured of a chip; empty if its efficiencies are its own."""
     if chip.is_guess:
-        return f"what a {chip.name} does is a guess, fivefold calibrate measures it"
+        return f"the speed of a {chip.name} is a guess until fivefold calibrate measures it"
     if not chip.efficiencies:
         return ""
     of = "a judgement" if chip.efficiencies == "judgement" else f"those of {chip.efficiencies}"

@@ -77,5 +77,5 @@ def warning(config: RunConfig, total: int) -> str | None:
 
 
 def epochs_text(config: RunConfig, data: PreparedData, steps: int) -> str:
-    """A text such as `178 rows; 20 steps read them 1.8 times`."""
+    """A text such as `1.8 epochs: 20 steps over 178 rows`."""
     return data.train.extent(steps * config.train.global_batch_size, f"{steps:,} steps")

@@ -100,8 +100,8 @@ def headline(found: Sequence[LayoutResult], cut: str = "", scope: str = "") -> s
     if not found:
         return "Nothing was proved"
     if proved == len(found):
-        who = "The layout computes" if proved == 1 else f"All {proved} layouts compute"
-        return f"{who} what one process computes{scope}"
+        who = {1: "The layout matches", 2: "Both layouts match"}.get(proved, f"All {proved} layouts match")
+        return f"{who} one process{scope}"
     if wrong:
         return f"{wrong} {of} computed something else than one process{scope}"
     return f"{len(found) - proved} {of} did not run"

@@ -16,11 +16,12 @@ def lines(plan: ParallelPlan, lora: Lora | None, path: str) -> Iterator[tuple[st
     linears = sum(name.endswith(f".{A}.weight") for name in trained)
     of_experts = len(trained) // 2 - linears
     named = {many(linears, "linear"): linears, f"{many(of_experts, 'parameter')} of experts": of_experts}
-    beside = [text for text, count in named.items() if count]
-    rest = " and in four bits (NF4)" if lora.quantize == "nf4" else ""
-    start = f"from {path}" if path else "new"
+    on = " and ".join(text for text, count in named.items() if count)
+    rest = ", the others lie in four bits (NF4)" if lora.quantize == "nf4" else ""
+    start = f", from {path}" if path else ""
+    whole = sum(parameter.size for parameter in plan.facts.parameters.values())
     yield (
         "adapter",
-        f"LoRA of rank {lora.rank}, times {lora.scale:g}, beside {' and '.join(beside)}, {start}: "
-        f"{human(sum(trained.values()))} parameters are trained, the others frozen{rest}",
+        f"LoRA rank {lora.rank}, alpha {lora.alpha:g}, on {on}{start}: "
+        f"{human(sum(trained.values()))} of {human(whole)} parameters are trained{rest}",
     )

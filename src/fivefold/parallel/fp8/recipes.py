@@ -144,7 +144,7 @@ def by_row(recipe: Recipe) -> Recipe:
 
 
 def shared_dims(cast: Cast, free: Dim, summed: Dim) -> tuple[Dim, ...]:
-    """Dimensions that the regions of an operand span: ranks that split one must agree on largest values."""
+    """Dimensions that the regions of an operand span: ranks that split one all-reduce amax."""
     return tuple(dim for dim, size in zip((free, summed), cast.region, strict=True) if size is None)
 
 

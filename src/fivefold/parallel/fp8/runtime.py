@@ -15,8 +15,8 @@ from fivefold.parallel.tensor.mappings import max_all
 
 
 def products(model: nn.Module, mesh: Mesh, amax: AmaxHistory) -> dict[Role, Callable[..., Products]]:
-    """Make the products of each role; none without fp8. Ranks that split a dimension agree on largest values over its
-    axis."""
+    """Make the products of each role; none without fp8. Ranks of the axis that splits a
+    dimension all-reduce amax."""
     if mesh.layout.fp8 == "none":
         return {}
     recipe, found = RECIPES[mesh.layout.fp8], dict[Role, Callable[..., Products]]()
