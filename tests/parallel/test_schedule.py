@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ import torch.distributed.pipelining.schedules as torchs
 from fivefold.core.errors import UserError
 from fivefold.core.model_limits import ModelLimits
 from fivefold.core.schedule import SCHEDULES as RECORDS
-from fivefold.core.schedule import SchedulePlan, Slot, Transfer, balanced, receives_first
+from fivefold.core.schedule import SchedulePlan, Slot, Transfer, balanced
 from fivefold.core.violation import refuse
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.legality import violations
@@ -54,23 +54,6 @@ def test_two_ranks_have_the_transfers_between_them_in_the_same_order(subtests: p
                     assert mine == theirs
                 assert tuple(each for each in actions if isinstance(each, Slot)) == plan.orders[rank]
                 _check_received_before_use(plan, rank, actions)
-
-
-def test_receives_of_gloo_come_before_the_sends_of_the_slot_before(subtests: pytest.Subtests) -> None:
-    for plan in PLANS:
-        with subtests.test(msg=str(plan)):
-            for rank, actions in enumerate(plan.actions):
-                early = receives_first(actions)
-                for way in ("send", "recv"):
-                    kept, moved = ([a for a in of if isinstance(a, Slot) or a.way == way] for of in (actions, early))
-                    both = [[a for a in of if isinstance(a, Transfer)] for of in (kept, moved)]
-                    assert both[0] == both[1] and (kept == moved) == (way == "send" or not both[0])
-                _check_received_before_use(plan, rank, tuple(early))
-                at = {action: number for number, action in enumerate(early)}
-                slots = [number for number, action in enumerate(actions) if isinstance(action, Slot)]
-                for before, after in pairwise(slots):
-                    for transfer in actions[before + 1 : after]:
-                        assert (at[transfer] < at[actions[before]]) == (transfer.way == "recv")  # type: ignore[union-attr]
 
 
 def _wire(transfer: Transfer, *, turn: bool = False) -> tuple[Any, ...]:

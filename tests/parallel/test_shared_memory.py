@@ -14,7 +14,7 @@ import torch
 from fivefold.core.errors import UserError
 from fivefold.parallel import shared_memory
 from tests.parallel import transport
-from tests.pool import run_ranks
+from tests.pool import forks, run_ranks
 from tests.tiers import put_off
 
 IN_TIME = 60.0  # seconds: these take one or two, also where processes outnumber cores
@@ -141,16 +141,36 @@ def test_nothing_is_left_behind() -> None:
 # ---- ranks that end --------------------------------------------------------------------------------------------------
 
 
+class _Two:
+    """Two processes that have met, and what they answer."""
+
+    def __init__(self, body: str, store: str) -> None:
+        context = forks()
+        self.answers = context.Queue()
+        arguments = [(body, rank, store, self.answers) for rank in range(2)]
+        self.processes = [context.Process(target=transport.apart, args=each, daemon=True) for each in arguments]
+        for process in self.processes:
+            process.start()
+        assert {self.heard(), self.heard()} == {(0, "ready"), (1, "ready")}
+
+    def heard(self) -> Any:
+        return self.answers.get(timeout=30)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+
 @pytest.fixture
-def two(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[transport.Two]:
-    found = transport.Two(request.param, str(tmp_path / "store"))
+def two(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[_Two]:
+    found = _Two(request.param, str(tmp_path / "store"))
     yield found
     found.close()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("two", ["waits"], indirect=True)
-def test_a_rank_that_was_killed_is_named(two: transport.Two) -> None:
+def test_a_rank_that_was_killed_is_named(two: _Two) -> None:
     time.sleep(0.3)
     began = time.monotonic()
     two.processes[1].kill()
@@ -162,7 +182,7 @@ def test_a_rank_that_was_killed_is_named(two: transport.Two) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("two", ["waits"], indirect=True)
-def test_a_signal_ends_a_rank_that_waits(two: transport.Two, number: int) -> None:
+def test_a_signal_ends_a_rank_that_waits(two: _Two, number: int) -> None:
     time.sleep(0.3)
     os.kill(two.processes[0].pid, number)
     two.processes[0].join(5)
@@ -171,7 +191,7 @@ def test_a_signal_ends_a_rank_that_waits(two: transport.Two, number: int) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize("two", ["goes_on"], indirect=True)
-def test_a_rank_that_was_stopped_goes_on(two: transport.Two) -> None:
+def test_a_rank_that_was_stopped_goes_on(two: _Two) -> None:
     os.kill(two.processes[1].pid, signal.SIGSTOP)
     time.sleep(1)
     os.kill(two.processes[1].pid, signal.SIGCONT)
@@ -180,46 +200,46 @@ def test_a_rank_that_was_stopped_goes_on(two: transport.Two) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("two", [f"calls_another {what}" for what in transport.UNLIKE], indirect=True)
-def test_another_collective_is_named(two: transport.Two) -> None:
+def test_another_collective_is_named(two: _Two) -> None:
     for rank, said in (two.heard(), two.heard()):
         assert f"rank {1 - rank} calls another collective" in said
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("two", ["is_patient"], indirect=True)
-def test_the_timeout_of_a_call_is_kept(two: transport.Two) -> None:
+def test_the_timeout_of_a_call_is_kept(two: _Two) -> None:
     rank, said = two.heard()
     assert rank == 0 and "no answer from the other ranks for 0.4 s" in said
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("two", ["is_last"], indirect=True)
-def test_what_a_rank_sent_before_it_ended_arrives(two: transport.Two) -> None:
+def test_what_a_rank_sent_before_it_ended_arrives(two: _Two) -> None:
     assert two.heard() == (0, "16")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("two", ["is_watched"], indirect=True)
-def test_the_watchdog_sees_what_waits(two: transport.Two) -> None:
+def test_the_watchdog_sees_what_waits(two: _Two) -> None:
     rank, said = two.heard()
     assert rank == 0 and said.startswith("True True waits in: all_reduce [[4]] of group")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("two", ["averages_integers"], indirect=True)
-def test_whole_numbers_have_no_average(two: transport.Two) -> None:
+def test_whole_numbers_have_no_average(two: _Two) -> None:
     assert all("type Float" in said for _, said in (two.heard(), two.heard()))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("two", ["exchanges_no_such_rows"], indirect=True)
-def test_rows_that_a_tensor_has_not_are_refused(two: transport.Two) -> None:
+def test_rows_that_a_tensor_has_not_are_refused(two: _Two) -> None:
     assert all("its splits are not those of its tensors" in said for _, said in (two.heard(), two.heard()))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("two", ["sleeps"], indirect=True)
-def test_a_rank_that_was_stopped_has_not_waited_meanwhile(two: transport.Two) -> None:
+def test_a_rank_that_was_stopped_has_not_waited_meanwhile(two: _Two) -> None:
     time.sleep(0.3)
     os.kill(two.processes[0].pid, signal.SIGSTOP)
     time.sleep(2)

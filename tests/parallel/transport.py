@@ -1,4 +1,4 @@
-"""What ranks run in `test_shared_memory.py` and `test_direct.py`: collectives beside what one process computes."""
+"""What ranks run in `test_shared_memory.py`: collectives over shared memory beside what one process computes."""
 
 import os
 import signal
@@ -12,56 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.parallel import direct, shared_memory
-from fivefold.torch_internals import carried_by
+from fivefold.parallel import shared_memory
 from fivefold.training import flight
-from tests.pool import forks
 
 CHUNK = shared_memory._CHUNK
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-_is_direct = False  # whether groups exchange directly, in place of shared memory
-
-
-def directly(body: str, *arguments: Any) -> Any:
-    """Run a function of this module with ranks that each take the others to be on another machine."""
-    global _is_direct
-    kept, direct._machine = direct._machine, lambda: str(dist.get_rank())
-    _is_direct = True
-    try:
-        return globals()[body](*arguments)
-    finally:
-        direct._machine, _is_direct = kept, False
 
 
 def group_of(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
     """A new group whose ranks share memory."""
     group = dist.new_group(ranks)
     assert isinstance(group, dist.ProcessGroup)
-    if _is_direct:
-        direct.connect(group)
-        assert isinstance(carried_by(group), direct.Direct)
-        return group
     shared_memory.connect(group)
     assert shared_memory.is_connected(group), shared_memory.lacks()
     return group
-
-
-def who_is_direct() -> list[bool]:
-    """Whether a group is that has each rank on a machine of its own, two on one, and each alone with the switch on the
-    first of them."""
-    found = []
-    for machines, switch in (([0, 1, 2], ""), ([0, 1, 0], ""), ([0, 1, 2], "gloo")):
-        kept, direct._machine = direct._machine, lambda machines=machines: str(machines[dist.get_rank()])
-        os.environ[shared_memory.SWITCH] = switch if dist.get_rank() == 0 else ""
-        group = dist.new_group()
-        assert isinstance(group, dist.ProcessGroup)
-        direct.connect(group)
-        direct._machine = kept
-        del os.environ[shared_memory.SWITCH]
-        found.append(isinstance(carried_by(group), direct.Direct))
-    return found
 
 
 def given(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -214,41 +178,6 @@ def laid_out_otherwise() -> dict[str, bool]:
     return found
 
 
-def forgotten() -> list[bool]:
-    """Collectives that nobody waits for, of more bytes than a connection takes at once, then one of which somebody
-    does: it comes, and the results of those before it have come, too."""
-    group, size, rank = group_of(), dist.get_world_size(), dist.get_rank()
-    sums = [torch.full((1_000_003,), float(10**rank)) for _ in range(4)]
-    parts, swapped = torch.empty(1_000_003), torch.full((size * 5,), float(rank))
-    for x in sums:
-        dist.all_reduce(x, group=group, async_op=True)
-    dist.reduce_scatter_tensor(parts, torch.full((size * 1_000_003,), float(10**rank)), group=group, async_op=True)
-    dist.all_to_all_single(swapped, swapped, group=group, async_op=True)
-    dist.barrier(group)
-    last = torch.empty(size)
-    dist.all_to_all_single(last, torch.full((size,), float(rank)), group=group)
-    total = float(sum(10**r for r in range(size)))
-    is_there = [bool((x == total).all()) for x in (*sums, parts)]
-    ranks = torch.arange(float(size))
-    return [*is_there, torch.equal(swapped, ranks.repeat_interleave(5)), torch.equal(last, ranks)]
-
-
-def in_threads() -> bool:
-    """Threads that wait for each other's collectives at once."""
-    group, size = group_of(), dist.get_world_size()
-    for count in (10, 100_000) * 5:
-        sums = [torch.full((count * size,), float(seed)) for seed in range(6)]
-        works = [dist.reduce_scatter_tensor(x[:count], x, group=group, async_op=True) for x in sums]
-        threads = [threading.Thread(target=work.wait) for work in works[::-1] for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if not all(bool((x[:count] == seed * size).all()) for seed, x in enumerate(sums)):
-            return False
-    return True
-
-
 def not_a_number() -> list[bool]:
     """A NaN of one rank reaches all."""
     group, found = group_of(), []
@@ -323,11 +252,9 @@ def operators() -> list[bool]:
         return swapped.cos() + total.sum()
 
     x = torch.arange(12.0).view(4, 3) + rank
-    carrier = carried_by(group)
-    assert isinstance(carrier, shared_memory.Channel | direct.Direct)
-    before = carrier.last.number if carrier.last else 0
+    before = sum(channel.last.number for channel in shared_memory._channels.values() if channel.last)
     plain = block(x)
-    carried = carrier.last.number - before if carrier.last else 0
+    carried = sum(channel.last.number for channel in shared_memory._channels.values() if channel.last) - before
     total = sum(2 * (torch.arange(12.0).view(4, 3) + r) for r in range(size))
     whole = 3 * (total + rank) * size
     parts = [3 * (total + r) * size for r in range(size)]
@@ -428,28 +355,6 @@ def _patched(what: str) -> Callable[[], None]:
     return lambda: os.environ.pop(shared_memory.SWITCH) and None
 
 
-class Two:
-    """Two processes that have met, and what they answer."""
-
-    def __init__(self, body: str, store: str, run: Callable[..., Any] | None = None) -> None:
-        """`run`: `directly`, if they exchange directly."""
-        context = forks()
-        self.answers = context.Queue()
-        call, before = (run, ["apart"]) if run else (apart, [])
-        arguments = [(*before, body, rank, store, self.answers) for rank in range(2)]
-        self.processes = [context.Process(target=call, args=each, daemon=True) for each in arguments]
-        for process in self.processes:
-            process.start()
-        assert {self.heard(), self.heard()} == {(0, "ready"), (1, "ready")}
-
-    def heard(self) -> Any:
-        return self.answers.get(timeout=30)
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-
-
 def apart(body: str, rank: int, store: str, answers: Any) -> None:
     """A rank of a world of two of its own, one of which may end: `body` is a function below, and what it is given."""
     torch.set_num_threads(1)
@@ -503,12 +408,6 @@ UNLIKE: dict[str, Callable[[int, dist.ProcessGroup], object]] = {  # of rank 0 a
 def calls_another(group: dist.ProcessGroup, what: str) -> str:
     UNLIKE[what](dist.get_rank(), group)
     return "done"
-
-
-def means_another(group: dist.ProcessGroup, what: str) -> str:
-    """The same, where ranks that do not mean the same wait for each other in vain."""
-    group.set_timeout(timedelta(seconds=1))
-    return calls_another(group, what)
 
 
 def averages_integers(group: dist.ProcessGroup) -> str:

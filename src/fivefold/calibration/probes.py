@@ -18,9 +18,8 @@ from fivefold.core.units import GIB
 from fivefold.launch.memory import room
 from fivefold.launch.once import as_worker
 from fivefold.launch.world import World, multiplies_bf16
-from fivefold.parallel import plain
+from fivefold.parallel import plain, shared_memory
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES
-from fivefold.parallel.mesh import connect
 from fivefold.training.peak_memory import resident
 
 BLOCKS = 5  # of repeats
@@ -36,8 +35,8 @@ def on_rank(request: Mapping[str, Any], world: World) -> Any:
     memory, context = _memory(device, world)
     timer = Timer(device, sizes.seconds)
     node, place = _groups(world)
-    for group in filter(None, (node, place, dist.group.WORLD)):
-        connect(group)  # as training does
+    for group in filter(None, (node, dist.group.WORLD)):
+        shared_memory.connect(group)  # as training does
     meets = device.type == "cpu"
     found = Found(
         matmuls=list(_matmuls(timer, sizes)),

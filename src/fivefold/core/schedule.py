@@ -8,7 +8,7 @@ Each way to order the slots is one `Schedule` record of `SCHEDULES`, at the end 
 record; a new schedule is a function that yields slots, and a record.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
@@ -41,21 +41,6 @@ class Transfer:
 
 
 Action = Slot | Transfer
-
-
-def receives_first(actions: Sequence[Action]) -> list[Action]:
-    """Move each receive before the slot that it follows: gloo's permission to send would else wait behind what the slot
-    sends to the same rank. gloo pairs what goes one way by its order alone; NCCL needs all in one agreed order."""
-    found, slot = list[Action](), 0
-    for action in actions:
-        if isinstance(action, Transfer) and action.way == "recv":
-            found.insert(slot, action)
-            slot += 1
-            continue
-        if isinstance(action, Slot):
-            slot = len(found)
-        found.append(action)
-    return found
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 `RankGrid` says which ranks form a group. An axis that spans the world uses the world's own group. NCCL makes all groups
 of an axis by one split of the world's communicator, if that is bound to a device. Other backends make them one by one.
-On a CPU, the ranks of a group that are on one machine share memory (`shared_memory.py`), and those that are all on
-different machines exchange directly (`direct.py`).
+On a CPU, the ranks of a group that are all on one machine share memory (`shared_memory.py`).
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fivefold.parallel import direct, shared_memory
+from fivefold.parallel import shared_memory
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import APART, Over, RankGrid
 from fivefold.torch_internals import can_split_world, timeout_of_world
@@ -64,18 +63,12 @@ def build_mesh(grid: RankGrid, device_type: str) -> Mesh:
     groups = {axis: group for axis, group in found.items() if group is not None}
     for group in (dist.group.WORLD, *groups.values()):
         if group is not None:
-            connect(group)
+            shared_memory.connect(group)
     fsdp = _device_mesh(grid, groups, "dp_shard", device_type)
     experts = _device_mesh(grid, groups, "ep_shard", device_type) if grid.experts_apart else fsdp
     shared = {"node": "dp_shard", "ep_node": "ep_shard"} if grid.layout.hpz else {}
     nodes = {axis: _node_mesh(grid, groups, axis, of, device_type) for axis, of in shared.items() if axis in groups}
     return Mesh(grid, groups, fsdp, experts, nodes)
-
-
-def connect(group: dist.ProcessGroup) -> None:
-    """Let a group of CPU ranks use what is faster than gloo. Every rank of it calls this."""
-    shared_memory.connect(group)
-    direct.connect(group)
 
 
 def _device_mesh(grid: RankGrid, groups: dict[str, dist.ProcessGroup], axis: str, device_type: str) -> DeviceMesh:

@@ -71,7 +71,7 @@ class _Call(ctypes.Structure):
 
 def lacks() -> str:
     """Return why processes of this machine do not share memory; "" if they do. The first call may compile it (1 s)."""
-    if is_off():
+    if _switch() == "gloo":
         return f"{SWITCH} is gloo"
     if not can_carry():
         return "this torch leaves collectives to its backends alone"
@@ -79,11 +79,6 @@ def lacks() -> str:
         return f"{_FOLDER} is not there, or not to be written"
     found = _library()
     return found if isinstance(found, str) else ""
-
-
-def is_off() -> bool:
-    """True if the environment leaves all collectives to gloo."""
-    return _switch() == "gloo"
 
 
 def _switch() -> str:
@@ -128,7 +123,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 def is_connected(group: dist.ProcessGroup | None) -> bool:
     """True if a segment carries the group's collectives."""
-    return group is not None and isinstance(carried_by(group), Channel)
+    return group is not None and carried_by(group) is not None
 
 
 def connect(group: dist.ProcessGroup) -> None:
@@ -140,7 +135,7 @@ def connect(group: dist.ProcessGroup) -> None:
     if _switch() not in ("", "gloo"):
         raise UserError(f"{SWITCH}={os.environ[SWITCH]} is no transport", fix=f"{SWITCH}=gloo, or leave it out")
     timeout = cpu_timeout(group) if can_carry() else None
-    if timeout is None or not 1 < group.size() <= _MOST_RANKS or carried_by(group):
+    if timeout is None or not 1 < group.size() <= _MOST_RANKS or is_connected(group):
         return
     channel = _agreed(group, timeout)
     if channel is not None:
@@ -287,12 +282,10 @@ class Channel:
         """`received` and `sent`: rows from and for each rank; empty if they are equal."""
         if output.dtype != given.dtype:
             return None
-        incoming, outgoing = numbers_by_rank(output, received, self.size), numbers_by_rank(given, sent, self.size)
-        if incoming is None or outgoing is None:
+        counts = _row_bytes(output, received, self.size), _row_bytes(given, sent, self.size)
+        if counts[0] is None or counts[1] is None:
             raise ValueError(f"all_to_all of group {self.name[1]}: its splits are not those of its tensors")
-        each = given.element_size()
-        counts = [each * count for count in incoming], [each * count for count in outgoing]
-        return self._issue(_EXCHANGE, output, given, 0, counts=counts)
+        return self._issue(_EXCHANGE, output, given, 0, counts=(counts[0], counts[1]))
 
     def barrier(self) -> "Pending":
         nothing = torch.empty(0, dtype=torch.uint8)
@@ -341,14 +334,15 @@ def _reduces(tensor: Tensor, how: int) -> bool:
     return tensor.dtype in _TYPES and (of_integers or (how == _AVG and tensor.is_floating_point()))
 
 
-def numbers_by_rank(tensor: Tensor, rows: Sequence[int], ranks: int) -> list[int] | None:
-    """Numbers of the rows for each rank, alike for all if `rows` is empty; None if these rows are not the tensor's."""
+def _row_bytes(tensor: Tensor, rows: Sequence[int], ranks: int) -> list[int] | None:
+    """Bytes of the rows for each rank; None if these rows are not the tensor's."""
     length = len(tensor) if tensor.dim() else 0
     if not rows and length % ranks == 0:
-        return [tensor.numel() // ranks] * ranks
+        return [tensor.nbytes // ranks] * ranks
     if len(rows) != ranks or sum(rows) != length:
         return None
-    return [count * math.prod(tensor.shape[1:]) for count in rows]
+    each = math.prod(tensor.shape[1:]) * tensor.element_size()
+    return [count * each for count in rows]
 
 
 @dataclass(eq=False)
@@ -421,22 +415,15 @@ def entries(*, only_active: bool = False) -> Iterator[dict[str, Any]]:
         for sent in found:
             is_done = bool(sent.call.is_done)
             if not (is_done and only_active):
-                yield entry(channel.name, sent.number, f"shm:{_NAMES[sent.call.kind]}", sent.shape, sent.began, is_done)
-
-
-def entry(
-    group: tuple[str, str], number: int, name: str, shape: Sequence[int], began: int, is_done: bool
-) -> dict[str, Any]:
-    """A collective as PyTorch's flight recorder writes it. `began`: ns since the epoch."""
-    return {
-        "record_id": f"{group[0]}:{number}",
-        "pg_id": group[0],
-        "process_group": list(group),
-        "profiling_name": name,
-        "is_p2p": False,
-        "retired": is_done,
-        "state": "completed" if is_done else "started",
-        "input_sizes": [list(shape)],
-        "op_id": number,
-        "time_created_ns": began,
-    }
+                yield {
+                    "record_id": f"{channel.name[0]}:{sent.number}",
+                    "pg_id": channel.name[0],
+                    "process_group": list(channel.name),
+                    "profiling_name": f"shm:{_NAMES[sent.call.kind]}",
+                    "is_p2p": False,
+                    "retired": is_done,
+                    "state": "completed" if is_done else "started",
+                    "input_sizes": [list(sent.shape)],
+                    "op_id": sent.number,
+                    "time_created_ns": sent.began,
+                }

@@ -32,10 +32,8 @@ def _moving(cluster: Cluster, span: Span, call: Call) -> float:
     if call.kind == "all_to_all":
         over_network = (ranks - near) / ranks * size / span.link.bytes_per_second + latency if nodes > 1 else 0.0
         return max(over_network, (near - 1) / ranks * size / inside.bytes_per_second + hop)
-    # gloo, the backend of CPUs, implements a reduce-scatter as an all-reduce of which each rank keeps its shard. Ranks
-    # that are all on different machines exchange directly (`parallel/direct.py`).
-    is_whole = cluster.chip.is_host and (near > 1 or nodes == 1)
-    passes = 2 if call.kind == "all_reduce" or (call.kind == "reduce_scatter" and is_whole) else 1
+    # gloo, the backend of CPUs, implements a reduce-scatter as an all-reduce of which each rank keeps its shard.
+    passes = 2 if call.kind == "all_reduce" or (call.kind == "reduce_scatter" and cluster.chip.is_host) else 1
     hops = nodes * (near - 1) * hop + (nodes - 1) * latency
     if call.kind == "all_reduce":
         hops = min(hops, (near - 1) * hop + log2(nodes) * latency)

@@ -1,6 +1,5 @@
 """The collectives of this process, gloo's and NCCL's, from PyTorch's flight recorder. It does not see collectives over
-shared memory (`parallel/shared_memory.py`) and direct exchanges (`parallel/direct.py`); their entries are merged in
-here.
+shared memory (`parallel/shared_memory.py`); their entries are merged in here.
 
 An entry is a dict as the recorder writes it, with three pitfalls. NCCL has a recorder of its own: gloo's is empty under
 it. A send or receive within a batch stays "scheduled" and never retires: the later entry "nccl:coalesced" stands for
@@ -11,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fivefold.parallel import direct, shared_memory
+from fivefold.parallel import shared_memory
 
 Entry = dict[str, Any]
 Recorder = Callable[..., str | bytes]
@@ -22,7 +21,7 @@ _SOME = 0.1  # of the timeout: the age of an active collective from which on all
 def entries(source: Recorder, *, only_active: bool = False) -> list[Entry]:
     """The latest collectives of this process, oldest first."""
     found: list[Entry] = list(json.loads(source(True, only_active)).get("entries", []))
-    beside = [*shared_memory.entries(only_active=only_active), *direct.entries(only_active=only_active)]
+    beside = list(shared_memory.entries(only_active=only_active))
     return sorted([*found, *beside], key=lambda entry: entry.get("time_created_ns", 0)) if beside else found
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fivefold.core.schedule import SchedulePlan, Slot, Timed, Timeline, Transfer, receives_first
+from fivefold.core.schedule import SchedulePlan, Slot, Timed, Timeline, Transfer
 from fivefold.ops.linear import WeightGradStore
 from fivefold.parallel import plain
 from fivefold.parallel.balance.runtime import Balance
@@ -69,8 +69,7 @@ def run(model: Any, pipeline: Pipeline, inputs: Sequence[Any]) -> Tensor:
     plan = pipeline.plan.feature(PipelinePlan).schedule(len(inputs))
     step = _Step(model, pipeline, plan, inputs)
     slots = {"F": step.forward, "B": step.backward, "I": step.backward, "W": step.weights}
-    actions = plan.actions[pipeline.plan.placement.coords.pp]
-    for action in receives_first(actions) if step.loss.is_cpu else actions:
+    for action in plan.actions[pipeline.plan.placement.coords.pp]:
         if isinstance(action, Transfer):
             (step.send if action.way == "send" else step.receive)(action)
         else:
