@@ -85,14 +85,14 @@ LAYOUTS = (
 )  # fmt: skip
 # What is offloaded goes to a file: on a CPU the host's memory is the device's own.
 LEVERS = (
-    "single+mb8", "single+mb8+selective", "single+mb8+full", "single+mb8+mlp4",
-    "single+mb8+full+mlp4", "single+mb8+offload", "single+mb8+selective+offload", "single+mb8+full+offload",
+    "single+mb8", "single+mb8+selective", "single+mb8+full", "single+mb8+offload",
+    "single+mb8+selective+offload", "single+mb8+full+offload",
     "single+mb8+offload_optimizer", "single+mb8+bf16_states", "single+mb8+8bit_states",
     "single+mb8+full+8bit_states", "single+mb8+full+offload+offload_optimizer",
     "shard2+mb4", "shard2+mb4+selective", "shard2+mb4+full", "shard2+mb4+offload_optimizer", "shard2+mb4+8bit_states",
     "shard2+mb4+full+offload+offload_optimizer", "tp2+mb8", "tp2+mb8+selective", "tp2+mb8+full",
     "tp2+mb8+full+offload_optimizer", "tp2+mb8+selective+bf16_states", "cp2+mb8", "cp2+mb8+selective",
-    "cp2+mb8+full+offload", "cp2+mb8+mlp4", "pp2+mb2", "pp2+mb2+selective", "pp2+mb2+full",
+    "cp2+mb8+full+offload", "pp2+mb2", "pp2+mb2+selective", "pp2+mb2+full",
     "pp2+mb2+full+offload_optimizer+8bit_states",
 )  # fmt: skip
 OF_EXPERTS = ("single+mb2", "shard2+mb2", "shard2.ep2+mb2", "tp2+mb2", "shard2.ep2.tp2+mb2")

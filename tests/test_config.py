@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.config import DEMO, RunConfig, check_supported, keys, load_config, parse_config
+from fivefold.config.peers import REMOVED
 from fivefold.core.errors import UserError
 from fivefold.core.schedule import SCHEDULES
 from fivefold.core.shapes import shape_folder, shape_names
@@ -354,6 +355,18 @@ def test_a_missing_file_is_said(here: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_config(Path("nowhere.yaml"))
     assert (caught.value.fix, bool(caught.value.more)) == ("run files here: run.yaml", True)
+
+
+def test_removed_keys(subtests: pytest.Subtests, here: Path) -> None:
+    """Files of earlier runs have them: at their defaults they mean nothing, and in a checkpoint at no value."""
+    plain = loaded(here, "")
+    for name, (default, answer) in REMOVED.items():
+        with subtests.test(msg=name):
+            assert loaded(here, f"memory: {{{name}: {default}}}") == plain
+            assert parse_config(f"memory: {{{name}: 8}}") == parse_config("{}")
+            with pytest.raises(UserError, match=rf"run\.yaml:1 memory\.{name} is not a key") as caught:
+                loaded(here, f"memory: {{{name}: 8}}")
+            assert caught.value.fix == answer
 
 
 def test_the_resolved_file_reads_back_equal(here: Path) -> None:

@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from fivefold.config.key import Key, keys_of
+from fivefold.config.peers import REMOVED
 from fivefold.config.runfile import COMMAND_LINE, READ_MORE, RunFile, explained
 from fivefold.core.best import METRICS, MOST
 from fivefold.core.errors import UserError
@@ -577,6 +578,14 @@ class MemorySection(with_layout_keys("memory")):  # type: ignore[misc]
         "true, false",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_today(cls, values: Any) -> Any:
+        """Drop removed keys at their defaults."""
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if key not in REMOVED or value != REMOVED[key][0]}
+
     @field_validator("loss_chunks")
     @classmethod
     def _positive(cls, value: int | str) -> int | str:
@@ -895,8 +904,11 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_config(text: str) -> RunConfig:
-    """Read a config from the output of `to_yaml`, in which a resolved run file travels to another process."""
-    return RunConfig.model_validate(yaml.safe_load(text))
+    """Read a config from the output of `to_yaml`, in which a resolved run file travels to another process, or that of
+    an earlier version, which a checkpoint has: how that run was computed by a removed key does not matter any more."""
+    tree = yaml.safe_load(text)
+    tree["memory"] = {key: value for key, value in tree.get("memory", {}).items() if key not in REMOVED}
+    return RunConfig.model_validate(tree)
 
 
 def check_supported(config: RunConfig) -> None:

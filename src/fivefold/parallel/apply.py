@@ -28,7 +28,6 @@ from fivefold.parallel import passes, probe
 from fivefold.parallel.adapters import runtime as adapters
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.balance import runtime as balancing
-from fivefold.parallel.chunks import runtime as chunks
 from fivefold.parallel.context import runtime as context
 from fivefold.parallel.dropout import runtime as dropping
 from fivefold.parallel.dropout.spec import with_neftune
@@ -169,7 +168,6 @@ class LiveParts:
             **dropping.builders(model, self.dropout),
             **tensor.builders(model, self.tensor),
             **linears.builders(model, self.linears, self.tensor.leave),
-            **chunks.builders(model, self.tensor.enter),
             **context.builders(model, self.context),
             **balancing.builders(model, self.balance),
             **expert.builders(model, self.experts),
