@@ -43,7 +43,7 @@ scheduler.name scheduler.warmup_steps scheduler.min_lr_ratio
 layout.dp_replicate layout.dp_shard layout.tp layout.cp layout.pp layout.ep layout.zero layout.sequence_parallel
 layout.expert_tp layout.pp_schedule layout.pp_virtual layout.pp_split layout.cp_method
 precision.compute precision.reduce precision.fp8
-memory.recompute memory.offload_activations memory.offload_optimizer memory.offload_to memory.loss_chunks memory.trial
+memory.recompute memory.offload_activations memory.offload_optimizer memory.loss_chunks memory.trial
 checkpoint.every checkpoint.keep checkpoint.async checkpoint.resume checkpoint.export_hf
 eval.every eval.max_tokens sample.every sample.prompts log.every log.to run.name run.dir
 """

@@ -107,7 +107,8 @@ DIFFERENT = {
 # Removed keys of `memory` -> the default, which run files of earlier runs have, and what to write instead.
 REMOVED = {
     "mlp_chunks": (1, "leave it out: memory.recompute: full keeps less of long rows, and layout.cp shares them out"),
-}  # fmt: skip
+    "offload_to": ("host", "leave it out: what is offloaded lies in host memory"),
+}
 
 # Sections of other trainers with one answer for all their keys: `lora.r`, `peft.method`.
 _WHOLE = (

@@ -570,7 +570,6 @@ class PrecisionSection(with_layout_keys("precision", _Dtypes)):  # type: ignore[
 
 
 class MemorySection(with_layout_keys("memory")):  # type: ignore[misc]
-    offload_to: str = Field(default="host", description="where it is kept: host (memory), or a folder of a fast disk")
     loss_chunks: Literal["auto"] | Whole = Field(default="auto", description="pieces of the loss; auto or a number")
     trial: Literal["auto"] | bool = Field(
         default="auto",
