@@ -16,6 +16,7 @@ keeps of freed blocks. Time is the median step of the slowest rank, and means so
 import argparse
 import ctypes
 import json
+import mmap
 import os
 import re
 import subprocess
@@ -44,6 +45,7 @@ from fivefold.launch.world import World
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.offload import host_memory
 from fivefold.parallel.state import state_of
 from fivefold.planner.estimate import Estimate
 from fivefold.planner.plan import estimate
@@ -83,16 +85,16 @@ LAYOUTS = (
     "shard4+mb1", "dp2.shard2+mb1", "shard2.tp2+mb1", "tp4+mb2", "pp4+mb1", "pp2.tp2+mb2", "shard2.pp2+mb1",
     "cp2.tp2+mb2", "shard2.cp2+mb1",
 )  # fmt: skip
-# What is offloaded goes to a file: on a CPU the host's memory is the device's own.
+# What is offloaded is not from malloc here: on a CPU the host's memory is the device's own.
 LEVERS = (
-    "single+mb8", "single+mb8+selective", "single+mb8+full", "single+mb8+mlp4",
-    "single+mb8+full+mlp4", "single+mb8+offload", "single+mb8+selective+offload", "single+mb8+full+offload",
+    "single+mb8", "single+mb8+selective", "single+mb8+full", "single+mb8+offload",
+    "single+mb8+selective+offload", "single+mb8+full+offload",
     "single+mb8+offload_optimizer", "single+mb8+bf16_states", "single+mb8+8bit_states",
     "single+mb8+full+8bit_states", "single+mb8+full+offload+offload_optimizer",
     "shard2+mb4", "shard2+mb4+selective", "shard2+mb4+full", "shard2+mb4+offload_optimizer", "shard2+mb4+8bit_states",
     "shard2+mb4+full+offload+offload_optimizer", "tp2+mb8", "tp2+mb8+selective", "tp2+mb8+full",
     "tp2+mb8+full+offload_optimizer", "tp2+mb8+selective+bf16_states", "cp2+mb8", "cp2+mb8+selective",
-    "cp2+mb8+full+offload", "cp2+mb8+mlp4", "pp2+mb2", "pp2+mb2+selective", "pp2+mb2+full",
+    "cp2+mb8+full+offload", "pp2+mb2", "pp2+mb2+selective", "pp2+mb2+full",
     "pp2+mb2+full+offload_optimizer+8bit_states",
 )  # fmt: skip
 OF_EXPERTS = ("single+mb2", "shard2+mb2", "shard2.ep2+mb2", "tp2+mb2", "shard2.ep2.tp2+mb2")
@@ -145,9 +147,10 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
     """The body of a worker: steps of one case, and what they took into a file."""
     case = Case(request["family"], request["text"])
     heap, memory = Heap(), PeakMemory(torch.device("cpu"))
+    host_memory.allocate = outside_of_malloc
     layout = case.layout
     model = parallelize(
-        build_meta(hf_config(case.family)), layout, device="cpu", seed=SEED, offload_to=request["out"],
+        build_meta(hf_config(case.family)), layout, device="cpu", seed=SEED,
         step=(layout.padded(LENGTH), layout.accumulation(request["rows"])),
     )  # fmt: skip
     optimizer, rank = build_optimizer(model, OPTIONS), state_of(model).placement.data_rank
@@ -160,6 +163,11 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
         cpu.append(time.process_time() - started[1])
     found = {"peak": heap.peak, "resident": int((memory.gib or 0) * 2**30), "wall": wall, "cpu": cpu}
     Path(request["out"], f"{world.rank}.json").write_text(json.dumps(found))
+
+
+def outside_of_malloc(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `host_memory.allocate` gives, in pages of its own."""
+    return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype=dtype)
 
 
 class Heap:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.config import DEMO, RunConfig, check_supported, keys, load_config, parse_config
+from fivefold.config.peers import REMOVED
 from fivefold.core.errors import UserError
 from fivefold.core.schedule import SCHEDULES
 from fivefold.core.shapes import shape_folder, shape_names
@@ -42,7 +43,7 @@ scheduler.name scheduler.warmup_steps scheduler.min_lr_ratio
 layout.dp_replicate layout.dp_shard layout.tp layout.cp layout.pp layout.ep layout.zero layout.sequence_parallel
 layout.expert_tp layout.pp_schedule layout.pp_virtual layout.pp_split layout.cp_method
 precision.compute precision.reduce precision.fp8
-memory.recompute memory.offload_activations memory.offload_optimizer memory.offload_to memory.loss_chunks memory.trial
+memory.recompute memory.offload_activations memory.offload_optimizer memory.loss_chunks memory.trial
 checkpoint.every checkpoint.keep checkpoint.async checkpoint.resume checkpoint.export_hf
 eval.every eval.max_tokens sample.every sample.prompts log.every log.to run.name run.dir
 """
@@ -354,6 +355,18 @@ def test_a_missing_file_is_said(here: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_config(Path("nowhere.yaml"))
     assert (caught.value.fix, bool(caught.value.more)) == ("run files here: run.yaml", True)
+
+
+def test_removed_keys(subtests: pytest.Subtests, here: Path) -> None:
+    """Files of earlier runs have them: at their defaults they mean nothing, and in a checkpoint at no value."""
+    plain = loaded(here, "")
+    for name, (default, answer) in REMOVED.items():
+        with subtests.test(msg=name):
+            assert loaded(here, f"memory: {{{name}: {default}}}") == plain
+            assert parse_config(f"memory: {{{name}: 8}}") == parse_config("{}")
+            with pytest.raises(UserError, match=rf"run\.yaml:1 memory\.{name} is not a key") as caught:
+                loaded(here, f"memory: {{{name}: 8}}")
+            assert caught.value.fix == answer
 
 
 def test_the_resolved_file_reads_back_equal(here: Path) -> None:

@@ -50,7 +50,7 @@ FOLDS = {"tensor", "context", "pipeline", "experts", "balance", "partition", "cp
 NAME_FP8 = {
     *(f"parallel/{name}.py" for name in ("apply", "calls", "layout", "lower", "memory", "state")),  # list all features
     *("training/header.py", "verification/reference.py"),  # the same: lines of a header, what a reference does by hand
-    *("parallel/adapters/spec.py", "parallel/chunks/keys.py"),  # a rule of the reference's pages, in words
+    "parallel/adapters/spec.py",  # a rule of the reference's pages, in words
     *("hardware/chip.py", "planner/compute.py"),  # rates and bytes by dtype
     *("torch_internals.py", "models/hf_internals.py"),  # interfaces of torch and transformers
     *("api.py", "cli/compare.py", "comparison/configurations.py"),  # an example for users

@@ -70,10 +70,10 @@ def test_every_field_survives_the_text(subtests: pytest.Subtests) -> None:
 def test_words_come_in_a_fixed_order() -> None:
     """Names of files and of tests are made of them."""
     degrees = {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "cp": 2, "pp": 2, "ep": 2}
-    layout = Layout(**degrees, **OTHER_VALUES, fp8_high_layers=2, mlp_chunks=2)  # type: ignore[arg-type]
+    layout = Layout(**degrees, **OTHER_VALUES, fp8_high_layers=2)  # type: ignore[arg-type]
     assert str(layout) == (
         "dp2.shard2.cp2.tp2.pp2.ep2+zero1+zbv+v2+split2-3+ring+mb3+qwz+qgz+full+offload+offload_parameters+offload_optimizer"
-        "+fp64+fp8_rowwise+hp2+mlp2+bf16_states+nosp+etp"
+        "+fp64+fp8_rowwise+hp2+bf16_states+nosp+etp"
     )
 
 

@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[1] / "src" / "fivefold"
 NAMED = {
     "adapters": (r"adapt|lora", r"parallel/adapters/", 45),
     "balance": (r"balanc|aux_loss|capacity", r"parallel/balance/", 37),
-    "chunks": (r"mlp_chunks|parallel\.chunks", r"parallel/chunks/", 9),
     "context": (r"parallel\.context|cp_method|ulysses|context_?parallel", r"parallel/context/", 20),
     "dropout": (r"dropout|neftune", r"parallel/dropout/|ops/dropout", 41),
     "experts": (r"parallel\.experts|expert_tp|expert_?parallel", r"parallel/experts/", 19),

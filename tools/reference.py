@@ -41,8 +41,6 @@ from fivefold.parallel import lower as lower_module
 from fivefold.parallel.adapters import spec as adapters
 from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.adapters.settings import Lora
-from fivefold.parallel.chunks import spec as chunks
-from fivefold.parallel.chunks.keys import ChunkKeys
 from fivefold.parallel.context.keys import ContextKeys
 from fivefold.parallel.experts.keys import ExpertKeys
 from fivefold.parallel.fp8 import spec as fp8
@@ -639,8 +637,6 @@ RULES: tuple[tuple[str, Callable[..., Any], tuple[Case, ...]], ...] = (
         Case("shard2+fp8+hp8", "llama-3.2-1b"), Case("tp2+etp+fp8", "mixtral-8x7b"),
         Case("tp16+fp8_rowwise", "llama-3.2-1b"), Case("tp32+fp8_blockwise", "llama-2-7b"),
     )),
-    ("Chunked MLP", ChunkKeys.violations, (Case("shard2+fp8+mlp8"), Case("shard2+selective+mlp8"))),
-    ("Chunked MLP and a model", chunks.violations, (Case("shard2+mlp2", "mixtral-8x7b"),)),
     ("Optimizer state in 8 bits", lower_module._of_states, (Case("tp32+8bit_states", "llama-2-7b"),)),
     ("Adapters", adapters._of_recompute_and_matmuls, (
         Case("tp2+selective", "llama-3.2-1b", adapter=Lora(rank=8)),
@@ -680,7 +676,7 @@ def _without_parameters(text: str) -> str:
 
 def untouched() -> list[str]:
     """Places that yield a `Violation` and that no case of `RULES` reaches."""
-    features = (layout_module, lower_module, adapters, chunks, fp8, fsdp, outer)
+    features = (layout_module, lower_module, adapters, fp8, fsdp, outer)
     modules = (*features, *(sys.modules[part.__module__] for part in PARTS))
     files = {str(module.__file__): module.__name__ for module in modules}
     reached: set[tuple[str, int]] = set()

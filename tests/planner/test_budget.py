@@ -95,7 +95,6 @@ def test_the_largest_budget_that_leaves_room_is_proposed() -> None:
     size = float(found.layout.recompute.removesuffix("GiB"))
     assert replace(found, layout=replace(found.layout, recompute=f"{size + 0.5:g}GiB")).needs > most
     assert budgeted(replace(full, layout=replace(full.layout, recompute="none")), most) is None
-    assert budgeted(replace(full, layout=replace(full.layout, mlp_chunks=4)), most) is None
 
 
 def test_what_would_make_a_layout_fit_keeps_as_much_as_there_is_room_for() -> None:

@@ -1,6 +1,5 @@
 """Offloading changes where values lie, and no bit of them."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -49,22 +48,21 @@ class Bits:
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", CASES)
-def test_no_bit_changes(layout: str, tmp_path: Path) -> None:
-    """Losses, weights and state after three steps that are clipped, on every rank; in memory, or in a file."""
+def test_no_bit_changes(layout: str) -> None:
+    """Losses, weights and state after three steps that are clipped, on every rank."""
     case = Case(layout, steps=3, max_grad_norm=0.05, **CASES[layout])
-    plain, moved = plain_bits(case), bits(case, str(tmp_path) if "mb2" in layout else "host")
+    plain, moved = plain_bits(case), bits(case, moves=True)
     for own, other in zip(plain, moved, strict=True):
         assert own.moved == (0, 0) and min(other.moved) > 0
         assert own.losses == other.losses and len(set(own.losses)) == 3
         assert own.tensors.keys() == other.tensors.keys()
         assert not [name for name, tensor in own.tensors.items() if not torch.equal(tensor, other.tensors[name])]
-    assert list(tmp_path.iterdir()) == []  # the file has no name
 
 
-def bits(case: Case, place: str | None = None, fault: str = "") -> list[Bits]:
-    """Of every rank; `place`: all levers are on."""
-    layout = f"{case.layout}{'+offload+offload_optimizer+offload_parameters' if place else ''}"
-    return run_ranks(case.parsed.world, on_rank, replace(case, layout=layout), place or "host", fault)
+def bits(case: Case, *, moves: bool = False, fault: str = "") -> list[Bits]:
+    """Of every rank; `moves`: all levers are on."""
+    layout = f"{case.layout}{'+offload+offload_optimizer+offload_parameters' if moves else ''}"
+    return run_ranks(case.parsed.world, on_rank, replace(case, layout=layout), fault)
 
 
 @cache
@@ -132,15 +130,15 @@ class LateCopies:
 @pytest.mark.parametrize("layout", ["shard2.tp2+full+mb1", "pp2+zb+v2+mb1", "shard2.ep2+selective+mb1"])
 def test_no_bit_changes_however_late_copies_are(layout: str) -> None:
     case = Case(layout, steps=3, max_grad_norm=0.05, **CASES[layout])
-    plain, moved = plain_bits(case), bits(case, "host", "late")
+    plain, moved = plain_bits(case), bits(case, moves=True, fault="late")
     for own, other in zip(plain, moved, strict=True):
         assert own.losses == other.losses and min(other.moved) > 0
         assert not [name for name, tensor in own.tensors.items() if not torch.equal(tensor, other.tensors[name])]
 
 
-def on_rank(case: Case, place: str, fault: str) -> Bits:
+def on_rank(case: Case, fault: str) -> Bits:
     moved = [0, 0]
-    with _to(place), _counting(moved), FAULTS[fault]():
+    with _counting(moved), FAULTS[fault]():
         model = build(case)
         optimizer, losses = build_optimizer(model, case.options), []
         for step in range(case.steps):
@@ -150,7 +148,7 @@ def on_rank(case: Case, place: str, fault: str) -> Bits:
             )
             losses.append(result.loss)
     if case.parsed.offload_parameters:
-        segments = [segment.untyped_storage().data_ptr() for segment, _ in state_of(model).offload.memory._segments]
+        segments = [segment.untyped_storage().data_ptr() for segment in state_of(model).offload.memory._segments]
         resting = [local(each).untyped_storage().data_ptr() for each in model.parameters()]
         assert set(resting) <= set(segments), "all parameters are in host memory again"
     found = {name: local(each).clone() for name, each in model.named_parameters()}
@@ -158,13 +156,6 @@ def on_rank(case: Case, place: str, fault: str) -> Bits:
         for kind, value in optimizer.state.get(parameter, {}).items():
             found[f"{kind}/{name}"] = local(value).clone()
     return Bits(losses, found, (moved[0], moved[1]))
-
-
-@contextmanager
-def _to(place: str) -> Iterator[None]:
-    plain = offload.HostMemory
-    with patch.object(offload, "HostMemory", lambda _, **options: plain(place, **options)):
-        yield
 
 
 @contextmanager
@@ -291,7 +282,7 @@ def test_faults_show(fault: str) -> None:
     case = Case("shard2+mb2", steps=3, max_grad_norm=0.05)
     plain = plain_bits(case)[0]
     try:
-        found = bits(case, "host", fault)[0]
+        found = bits(case, moves=True, fault=fault)[0]
     except RankError as loud:
         assert fault == "told by address" and "AssertionError" in str(loud)
         return
@@ -308,7 +299,7 @@ def test_a_run_goes_on_with_and_without_it(tmp_path: Path) -> None:
     on = {f"memory__offload_{what}": True for what in ("optimizer", "activations", "parameters")}
     alone = run_file(tmp_path, **options, run__name="alone")
     assert train(alone).error is None
-    for name, first, then in (("on", {**on, "memory__offload_to": str(tmp_path / "fast")}, {}), ("off", {}, on)):
+    for name, first, then in (("on", on, {}), ("off", {}, on)):
         assert isinstance(train(run_file(tmp_path, **options, **first, run__name=name), stop_at=3).error, Stopped)
         tree = run_file(tmp_path, **options, **then, run__name=name)
         ran = train(tree)
@@ -317,46 +308,34 @@ def test_a_run_goes_on_with_and_without_it(tmp_path: Path) -> None:
         assert same(state(tree, 4), state(alone, 4))
 
 
-def test_a_full_disk_is_told_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    memory = HostMemory(str(tmp_path), locks=False)
-    with pytest.raises(UserError, match=r"12 MiB more are needed there, and .* are free"):
-        memory.reserve(12 * 2**20)
-
-
-def test_blocks_are_used_again_and_a_file_keeps_what_leaves_memory(tmp_path: Path) -> None:
-    for place in (host_memory.HOST, str(tmp_path)):
-        memory = HostMemory(place, locks=False)
-        first, second = memory.take(5_000_001), memory.take(40_000_000)
-        first.fill_(3)
-        second.fill_(4)
-        memory.rest(first)
-        assert int(first.sum(dtype=torch.int64)) == 15_000_003
-        memory.give_back(first)
-        again = memory.take(5_000_000)
-        assert again.data_ptr() == first.data_ptr() and bool((second == 4).all())
-        assert 45_000_001 <= memory.bytes <= 80 * 2**20
-        # Blocks that are used again reach into no other one, and many of them have room in what is reserved.
-        sizes = [70_001 * at for at in range(1, 40)]
-        memory.reserve(most_bytes(sum(sizes), len(sizes)))
-        before, blocks = memory.bytes, [memory.take(size) for size in sizes]
-        assert memory.bytes == before
-        for number, block in enumerate(blocks):
-            block.fill_(number)
-        for block in blocks[::2]:
-            memory.give_back(block)
-        for block in blocks[::2]:
-            memory.take(rounded := host_memory._rounded(len(block))).fill_(77)
-            assert rounded >= len(block)
-        assert all(bool((block == number).all()) for number, block in list(enumerate(blocks))[1::2])
-        # What is left of a segment is not taken for a block that is a little larger.
-        tight = HostMemory(place, locks=False)
-        tight.reserve(size := 5_000_001)
-        tight.give_back(block := tight.take(size))
-        assert block.untyped_storage().nbytes() >= block.storage_offset() + host_memory._rounded(size)
+def test_blocks_are_used_again() -> None:
+    memory = HostMemory(locks=False)
+    first, second = memory.take(5_000_001), memory.take(40_000_000)
+    first.fill_(3)
+    second.fill_(4)
+    assert int(first.sum(dtype=torch.int64)) == 15_000_003
+    memory.give_back(first)
+    again = memory.take(5_000_000)
+    assert again.data_ptr() == first.data_ptr() and bool((second == 4).all())
+    assert 45_000_001 <= memory.bytes <= 80 * 2**20
+    # Blocks that are used again reach into no other one, and many of them have room in what is reserved.
+    sizes = [70_001 * at for at in range(1, 40)]
+    memory.reserve(most_bytes(sum(sizes), len(sizes)))
+    before, blocks = memory.bytes, [memory.take(size) for size in sizes]
+    assert memory.bytes == before
+    for number, block in enumerate(blocks):
+        block.fill_(number)
+    for block in blocks[::2]:
+        memory.give_back(block)
+    for block in blocks[::2]:
+        memory.take(rounded := host_memory._rounded(len(block))).fill_(77)
+        assert rounded >= len(block)
+    assert all(bool((block == number).all()) for number, block in list(enumerate(blocks))[1::2])
+    # What is left of a segment is not taken for a block that is a little larger.
+    tight = HostMemory(locks=False)
+    tight.reserve(size := 5_000_001)
+    tight.give_back(block := tight.take(size))
+    assert block.untyped_storage().nbytes() >= block.storage_offset() + host_memory._rounded(size)
 
 
 # ---- in a loop of one's own ------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ step tp2+fp8_delayed llama
 step shard2+mxfp8 llama
 step tp2+8bit_states+mb4 llama-muon
 step shard2+bf16_states+mb2 llama-muon
-step single+8bit_states+mlp2+mb4 llama
+step single+8bit_states+mb4 llama
 step shard2.tp2+fp8 llama
 step shard2.tp2+fp8_delayed llama
 step shard2.tp2+mb2 olmo2-kv4-dpo

@@ -1,6 +1,6 @@
 """Names of run file keys in other trainers: Hugging Face `TrainingArguments`, TRL, axolotl, LLaMA-Factory, DeepSpeed,
-Megatron-LM, torchtitan, litgpt. The error for such a name gives the exact key to write. Each feature declares
-those of its keys.
+Megatron-LM, torchtitan, litgpt; and removed keys. The error for such a name gives the exact key to write. Each feature
+declares those of its keys.
 """
 
 import re
@@ -104,13 +104,21 @@ DIFFERENT = {
     **{names: answer for key in KEYS.values() for names, answer in key.answers.items()},
 }  # fmt: skip
 
+# Removed keys of `memory` -> the default, which run files of earlier runs have, and what to write instead.
+REMOVED = {
+    "mlp_chunks": (1, "leave it out: memory.recompute: full keeps less of long rows, and layout.cp shares them out"),
+    "offload_to": ("host", "leave it out: what is offloaded lies in host memory"),
+}
+
 # Sections of other trainers with one answer for all their keys: `lora.r`, `peft.method`.
 _WHOLE = (
     "lora", "qlora", "peft", "peft_config", "quantization", "quantization_config", "dpo", "deepspeed", "fsdp_config",
 )  # fmt: skip
 
-_ANSWERS = {name: f"write {key}" for key, names in SAME.items() for name in names.split()} | {
-    name: answer for names, answer in DIFFERENT.items() for name in names.split()
+_ANSWERS = {
+    **{name: f"write {key}" for key, names in SAME.items() for name in names.split()},
+    **{name: answer for names, answer in DIFFERENT.items() for name in names.split()},
+    **{name: answer for name, (_, answer) in REMOVED.items()},
 }
 
 

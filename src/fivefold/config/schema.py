@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from fivefold.config.key import Key, keys_of
+from fivefold.config.peers import REMOVED
 from fivefold.config.runfile import COMMAND_LINE, READ_MORE, RunFile, explained
 from fivefold.core.best import METRICS, MOST
 from fivefold.core.errors import UserError
@@ -575,13 +576,20 @@ class PrecisionSection(with_layout_keys("precision", _Dtypes)):  # type: ignore[
 
 
 class MemorySection(with_layout_keys("memory")):  # type: ignore[misc]
-    offload_to: str = Field(default="host", description="where it is kept: host (memory), or a folder of a fast disk")
     loss_chunks: Literal["auto"] | Whole = Field(default="auto", description="pieces of the loss; auto or a number")
     trial: Literal["auto"] | bool = Field(
         default="auto",
         description="take the memory of a step, an evaluation and a save before the first step: auto (on a GPU), "
         "true, false",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_today(cls, values: Any) -> Any:
+        """Drop removed keys at their defaults."""
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if key not in REMOVED or value != REMOVED[key][0]}
 
     @field_validator("loss_chunks")
     @classmethod
@@ -906,8 +914,11 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_config(text: str) -> RunConfig:
-    """Read a config from the output of `to_yaml`, in which a resolved run file travels to another process."""
-    return RunConfig.model_validate(yaml.safe_load(text))
+    """Read a config from the output of `to_yaml`, in which a resolved run file travels to another process, or that of
+    an earlier version, which a checkpoint has: how that run was computed by a removed key does not matter any more."""
+    tree = yaml.safe_load(text)
+    tree["memory"] = {key: value for key, value in tree.get("memory", {}).items() if key not in REMOVED}
+    return RunConfig.model_validate(tree)
 
 
 def check_supported(config: RunConfig) -> None:

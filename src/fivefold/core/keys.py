@@ -75,8 +75,3 @@ class LayoutPart:
     needs. `Layout` asks each part for its own, so none calls `super()`. A part that reads keys of other features
     inherits from their parts.
     """
-
-    @property
-    def matmul_words(self) -> str:
-        """The precision of layers' matmuls, with scales that tokens share, in words; empty for the compute dtype."""
-        return ""

@@ -192,7 +192,6 @@ def parallelize(
     reduce: str = "fp32",
     loss_chunks: int | None = None,
     compile_blocks: bool = False,
-    offload_to: str = "host",
     step: tuple[int, int] | None = None,
     adapter: Lora | str | Path | None = None,
     neftune_noise_alpha: float | None = None,
@@ -203,11 +202,10 @@ def parallelize(
     fp64); None: the one in the layout, `+fp32` or `+fp64`, else the type of the model's parameters (bf16 for fp16).
     Values come from `source`; without one, from the model itself, or, for a model on the meta device, from random
     initialisation by the model's own recipe with `seed`. Without a process group, the world in the environment
-    (torchrun, srun) is joined, or one of this process alone. `offload_to`: the place of offloaded data
-    (`+offload_optimizer`): `host` (memory), or a folder on a fast disk. `step`: tokens of a row and micro batches of a
-    step, for a layout with a recompute budget (`+keep12GiB`), which is fitted to them. `adapter`: trained instead of
-    the model, which is frozen: `ff.Lora(rank=16)`, or the folder of a PEFT adapter to continue.
-    `neftune_noise_alpha`: of the noise on embeddings in training (docs/explain/dropout.md).
+    (torchrun, srun) is joined, or one of this process alone. `step`: tokens of a row and micro batches of a step, for a
+    layout with a recompute budget (`+keep12GiB`), which is fitted to them. `adapter`: trained instead of the model,
+    which is frozen: `ff.Lora(rank=16)`, or the folder of a PEFT adapter to continue. `neftune_noise_alpha`: of the
+    noise on embeddings in training (docs/explain/dropout.md).
 
     Build the optimizer after this. Raises `UserError` if the layout does not fit the world or the model.
     """
@@ -239,7 +237,7 @@ def parallelize(
         source = _beside(model, adapter, lora, source, seed)
     apply.parallelize(
         model, layout, device=device, source=source, seed=seed, reduce=reduce, loss_chunks=loss_chunks,
-        compile_blocks=compile_blocks, offload_to=offload_to, step=_padded(step, layout),
+        compile_blocks=compile_blocks, step=_padded(step, layout),
         adapter=lora, neftune_noise_alpha=neftune_noise_alpha,
     )  # fmt: skip
     state = state_of(model)

@@ -28,7 +28,6 @@ from fivefold.parallel import passes, probe
 from fivefold.parallel.adapters import runtime as adapters
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.balance import runtime as balancing
-from fivefold.parallel.chunks import runtime as chunks
 from fivefold.parallel.context import runtime as context
 from fivefold.parallel.dropout import runtime as dropping
 from fivefold.parallel.dropout.spec import with_neftune
@@ -47,7 +46,6 @@ from fivefold.parallel.loss.runtime import EAGER, CompiledKernels
 from fivefold.parallel.lower import lower
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.offload import runtime as offloading
-from fivefold.parallel.offload.host_memory import HOST
 from fivefold.parallel.outer.runtime import OuterSteps
 from fivefold.parallel.pipeline import runtime as pipeline
 from fivefold.parallel.pipeline import stages
@@ -73,7 +71,6 @@ def parallelize(
     loss_chunks: int | None = None,
     compile_blocks: bool = False,
     step: tuple[int, int] | None = None,
-    offload_to: str = HOST,
     adapter: Lora | None = None,
     neftune_noise_alpha: float | None = None,
     prove: Callable[..., None] = probe.check,
@@ -84,8 +81,8 @@ def parallelize(
     model on the meta device is initialised by its own recipe with `seed`. `parallelize` adds three attributes:
     `model.run_stage` and `model.stage_logits`, which `passes.py` runs, and `model.fivefold`, the `ParallelState`. For
     users: `fivefold.own_loop.parallelize`. `seed` is that of dropout too. `step`: tokens of a padded row and micro
-    batches of a step, for a recompute budget. `offload_to`: see `HostMemory`. `adapter`: trained on a frozen model;
-    `source` may be without it. `neftune_noise_alpha`: of the noise on embeddings in training.
+    batches of a step, for a recompute budget. `adapter`: trained on a frozen model; `source` may be without it.
+    `neftune_noise_alpha`: of the noise on embeddings in training.
 
     `prove` (see `probe.check`) is called for a class that `models/partition.py` does not list, if tp is more than 1.
 
@@ -107,7 +104,7 @@ def parallelize(
         prove(model, layout, device, partial(parallelize, prove=_trust))
     model.to("meta").to(data.master_dtype(layout.precision))
     _tie(model, facts.anatomy)
-    parts = LiveParts(model, plan, mesh, device, reduce, offload_to, adapter, seed)
+    parts = LiveParts(model, plan, mesh, device, reduce, adapter, seed)
     builders, todo = parts.builders(), edits(plan)
     for edit in todo:
         if not edit.needs_memory:
@@ -132,8 +129,8 @@ class LiveParts:
     module."""
 
     def __init__(
-        self, model: nn.Module, plan: ParallelPlan, mesh: Mesh, device: torch.device, reduce: str, offload_to: str,
-        adapter: Lora | None, seed: int,
+        self, model: nn.Module, plan: ParallelPlan, mesh: Mesh, device: torch.device, reduce: str, adapter: Lora | None,
+        seed: int,
     ) -> None:  # fmt: skip
         layout = plan.layout
         self._model, self._plan, self._mesh, self._device, self._adapter = model, plan, mesh, device, adapter
@@ -158,7 +155,7 @@ class LiveParts:
         staged = stages.StageModules(plan, model, self._dtype, self.tensor, self.context)
         pp = mesh.groups.get("pp"), mesh.groups.get("pp_ends")
         self.pipeline = pipeline.Pipeline(plan, staged, *pp, self.balance, self.dropout, store)
-        self.offload = offloading.offload_of(layout, offload_to, device)
+        self.offload = offloading.offload_of(layout, device)
         self.copies: Copies | None = None
 
     def builders(self) -> Builders:
@@ -169,7 +166,6 @@ class LiveParts:
             **dropping.builders(model, self.dropout),
             **tensor.builders(model, self.tensor),
             **linears.builders(model, self.linears, self.tensor.leave),
-            **chunks.builders(model, self.tensor.enter),
             **context.builders(model, self.context),
             **balancing.builders(model, self.balance),
             **expert.builders(model, self.experts),

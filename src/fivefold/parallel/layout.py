@@ -24,7 +24,6 @@ from fivefold.core.model_limits import ModelLimits
 from fivefold.core.state_dtypes import StateDtype
 from fivefold.core.units import many
 from fivefold.core.violation import Violation, refuse
-from fivefold.parallel.chunks.keys import ChunkKeys
 from fivefold.parallel.context.keys import ContextKeys
 from fivefold.parallel.experts.keys import ExpertKeys
 from fivefold.parallel.fp8.keys import Fp8Keys
@@ -58,7 +57,6 @@ COMPUTE = get_args(Compute)
 @dataclass(frozen=True, kw_only=True)
 class Layout(
     OuterKeys,
-    ChunkKeys,
     Fp8Keys,
     OffloadKeys,
     RecomputeKeys,

@@ -9,7 +9,6 @@ from fivefold.core.violation import Violation, refuse
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel import legality
 from fivefold.parallel.adapters import spec as adapters
-from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.dropout import spec as dropout
 from fivefold.parallel.fp8 import spec as fp8
 from fivefold.parallel.fsdp import spec as fsdp
@@ -51,7 +50,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int, *, compiled: bool = Fals
         placement, partition, own, method, Recompute(layout.recompute), fp8.Fp8Plan, in_copies, compiled
     )
     refuse([
-        *fp8.violations(plan), *_of_states(plan), *chunks.violations(plan), *adapters.violations(plan),
+        *fp8.violations(plan), *_of_states(plan), *adapters.violations(plan),
         *dropout.violations(plan), *outer.violations(plan), *fsdp.violations(plan),
     ])  # fmt: skip
     return plan

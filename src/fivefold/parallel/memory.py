@@ -13,7 +13,6 @@ from functools import cached_property
 from fivefold.core.state_dtypes import restored_bytes
 from fivefold.models.facts import LayerCost
 from fivefold.parallel.balance.spec import buffer_bytes
-from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.context import spec as context
 from fivefold.parallel.dropout import spec as dropout
@@ -38,7 +37,6 @@ REST = "all other tensors"
 NUMBERS = (
     tensor.layer_numbers,  # before the others, which change what the modules of a rank save
     graphs.layer_numbers,
-    chunks.layer_numbers,
     fp8.layer_numbers,
     context.layer_numbers,
     dropout.layer_numbers,

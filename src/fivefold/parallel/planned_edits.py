@@ -2,7 +2,6 @@
 
 from fivefold.parallel.adapters import spec as adapters
 from fivefold.parallel.balance import spec as balance
-from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.context import spec as context
 from fivefold.parallel.dropout import spec as dropout
 from fivefold.parallel.edits import Edit
@@ -31,7 +30,6 @@ EDITS = (
     tensor.edits,  # before the others, which ask for the sizes after the cut
     dropout.edits_of_embedding,  # its output over all tp ranks
     linears.edits,
-    chunks.edits,
     context.edits,  # before `rows`, whose positions are counted in front of this cut
     balance.edits,
     experts.edits,

@@ -65,7 +65,7 @@ class LayerNumbers:
 
     `saved`: left by forward for backward. `exchanged`: the part of them that is sent or received around attention.
     Backward has the others besides. `gradients`: of the widest tensors. `hidden`: of hidden states. `gathered`: inputs
-    that are gathered again. `piece`: all of an MLP that runs in pieces, if these are the most.
+    that are gathered again.
     """
 
     saved: float = 0.0
@@ -73,12 +73,11 @@ class LayerNumbers:
     gradients: float = 0.0
     hidden: float = 0.0
     gathered: float = 0.0
-    piece: float = 0.0
 
     @property
     def working(self) -> float:
         """Elements per token that backward has at once, besides saved ones."""
-        return max(self.gradients + self.hidden, self.piece) + self.gathered
+        return self.gradients + self.hidden + self.gathered
 
 
 @dataclass(frozen=True)

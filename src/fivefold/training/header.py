@@ -23,7 +23,6 @@ from fivefold.parallel import shared_memory
 from fivefold.parallel.adapters import header as adapters
 from fivefold.parallel.fp8 import header as fp8
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, PRECISION_OF
-from fivefold.parallel.offload.host_memory import HOST
 from fivefold.parallel.state import state_of
 from fivefold.training import preflight, record, schedule
 from fivefold.training.display import Line
@@ -192,15 +191,15 @@ def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tup
 
 
 def _offload_lines(run: LiveRun) -> list[tuple[str, str]]:
-    """Bytes that this rank offloads to host memory or to files, by kind."""
-    state, place = state_of(run.model), run.config.memory.offload_to
+    """Bytes that this rank offloads to host memory, by kind."""
+    state = state_of(run.model)
     if state.offload.memory is None:
         return []
     sizes = {what: size for what, size in preflight.bytes_of(state.plan, run.config).host.items() if size}
     what = " and ".join(f"{human_bytes(size)} of {kind}" for kind, size in sizes.items()) or "nothing"
-    rows = [("offload", f"{what} of this rank to {'host memory' if place == HOST else place}")]
-    if run.world.device == "cpu" and place == HOST:
-        rows.append(("", "the device is the CPU, whose memory that is: only memory.offload_to=FOLDER saves any"))
+    rows = [("offload", f"{what} of this rank to host memory")]
+    if run.world.device == "cpu":
+        rows.append(("", "the device is the CPU, whose memory that is: nothing is saved"))
     return rows
 
 

@@ -19,13 +19,11 @@ from fivefold.launch.cluster import cluster_here
 from fivefold.launch.memory import Needs, room
 from fivefold.launch.world import World
 from fivefold.models.facts import ModelFacts
-from fivefold.parallel import plain
 from fivefold.parallel.alike import check_alike
 from fivefold.parallel.fsdp.runtime import master_dtype
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import StepBytes, step_bytes
-from fivefold.parallel.offload.host_memory import HOST
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.budget import within_budget
 from fivefold.parallel.state import state_of
@@ -76,10 +74,10 @@ def needs_of(
     facts: ModelFacts, config: RunConfig, layout: Layout, *, ranks: Sequence[int], is_host: bool = False
 ) -> Needs:
     """Memory of `ranks` of a resolved layout together, from their plans. Activations: those saved for backward, and the
-    logits of one chunk of the loss. `is_host`: the device is the CPU, so offloading to `host` frees nothing.
+    logits of one chunk of the loss. `is_host`: the device is the CPU, so offloading frees nothing.
     """
     of_ranks = [bytes_of(lower(facts, layout, rank), config) for rank in ranks]
-    away = 0 if is_host and config.memory.offload_to == HOST else 1  # 1: host memory is separate from the device's
+    away = 0 if is_host else 1  # 1: host memory is separate from the device's
     return Needs(
         parameters=facts.size,
         ranks=len(ranks),
@@ -122,18 +120,11 @@ def optimizer_bytes(model: nn.Module, config: RunConfig) -> tuple[int, int]:
 
 
 def reserve_host_memory(model: nn.Module, config: RunConfig) -> None:
-    """Reserve room for offloaded optimizer state before the first step. Raises `UserError`, the same on every rank, if
-    there is none."""
+    """Reserve room for offloaded optimizer state before the first step."""
     state = state_of(model)
-    failed: dict[str, Any] | None = None
-    try:
-        if state.offload.states.is_on:
-            tensors = sum(map(len, rule_for(config.optimizer).state(state.placement).values()))
-            state.offload.states.reserve(bytes_of(state.plan, config).host["optimizer state"], tensors)
-    except UserError as error:
-        failed = error.to_json()
-    if state.offload.memory and (told := next(filter(None, plain.everywhere(failed)), None)):
-        raise UserError.from_json(told)
+    if state.offload.states.is_on:
+        tensors = sum(map(len, rule_for(config.optimizer).state(state.placement).values()))
+        state.offload.states.reserve(bytes_of(state.plan, config).host["optimizer state"], tensors)
 
 
 def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -> str:

@@ -117,7 +117,7 @@ def build(
         model, layout, device=world.device, source=source, seed=config.train.seed,
         reduce=config.precision.reduce, loss_chunks=config.memory.chunks, compile_blocks=compiled,
         step=(layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)),
-        offload_to=config.memory.offload_to, adapter=lora, neftune_noise_alpha=config.train.neftune_noise_alpha,
+        adapter=lora, neftune_noise_alpha=config.train.neftune_noise_alpha,
     )  # fmt: skip
     preflight.reserve_host_memory(model, config)
     state = state_of(model)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import is_within
-from fivefold.parallel.chunks.spec import ChunkPlan
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.pipeline.stages import StageStub
 from fivefold.parallel.plain import everywhere
@@ -105,8 +104,6 @@ class Observer:
             for holder in (module, *(child for child in module.children() if type(child) is nn.Module)):
                 if own := [(leaf, canonical[id(p)]) for leaf, p in holder._parameters.items() if p is not None]:
                     self._handles.append(module.register_forward_pre_hook(partial(self._watch_parameters, holder, own)))
-        in_pieces = [name for name in here if is_within(name, self._state.plan.feature(ChunkPlan).mlps)]
-        self.not_shown |= {f"{name}{what}" for name in in_pieces for what in ("", " input")}
         # What makes logits of hidden states gets those of a chunk of targets; the logits and its gradients tell.
         self.not_shown |= {name for name in self._token_dims if not is_within(name, [anatomy.base])}
         outputs = [name for name in here if name in self._token_dims and name not in self.not_shown]

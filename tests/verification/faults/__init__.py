@@ -3,7 +3,6 @@
 from tests.verification.faults import (
     adapter,
     checkpoint,
-    chunks,
     context,
     dropout,
     experts,
@@ -33,7 +32,6 @@ __all__ = [
     "Model",
     "adapter",
     "checkpoint",
-    "chunks",
     "context",
     "dropout",
     "experts",

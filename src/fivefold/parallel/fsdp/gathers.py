@@ -53,11 +53,7 @@ class Gather:
 
     def there(self) -> Tensor:
         """Return the shard on the device."""
-        if self._memory is None:
-            return self.shard
-        found = self.shard.to(self._device, non_blocking=True)
-        self._memory.rest(self.shard)
-        return found
+        return self.shard if self._memory is None else self.shard.to(self._device, non_blocking=True)
 
     def largest(self) -> Tensor:
         """Largest absolute value of the shard, a scalar; 0 without rows."""

@@ -6,7 +6,6 @@ from functools import cached_property
 
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import TPInput
-from fivefold.parallel.chunks.spec import ChunkPlan
 from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
@@ -20,12 +19,11 @@ class GraphPlan:
         self._plan = plan
 
     def is_one_graph(self, layer: str) -> bool:
-        """True if a compiled layer is one graph. Attention that communicates, experts, MLPs in pieces, and deferred
-        weight gradients run outside of graphs; ranks agree on scales of matmuls outside of their kernels."""
+        """True if a compiled layer is one graph. Attention that communicates, experts, and deferred weight gradients
+        run outside of graphs; ranks agree on scales of matmuls outside of their kernels."""
         layout, grid = self._plan.layout, self._plan.placement.grid
         parts = layout.schedule.splits_backward or self._plan.matmuls.is_used or grid.size("cp") > 1
-        outside = (*(block.name for block in self._plan.facts.experts), *self._plan.feature(ChunkPlan).mlps)
-        return not (parts or any(is_within(name, [layer]) for name in outside))
+        return not (parts or any(is_within(block.name, [layer]) for block in self._plan.facts.experts))
 
     def gathers_again(self, layer: str, entry: TPInput, shape: StepShape) -> bool:
         """True if backward gathers the input of a column/row pair of a compiled layer again, so that forward saves only
@@ -74,16 +72,14 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
 
 def layer_numbers(step: LayerStep, numbers: LayerNumbers) -> LayerNumbers:
     """Add the gradients that the backward of a layer has at once: of its widest tensor and of its inputs, and of the
-    hidden states; for experts, of all their rows. MLPs in pieces do not count.
+    hidden states; for experts, of all their rows.
 
     A compiled layer in one graph has the gradients of gate, up and their product at once, and that of its output. If
     its graph ends at attention over cp, it frees the product before gate and up have gradients.
     """
-    plan, shape, chunks = step.plan, step.shape, step.plan.feature(ChunkPlan)
-    matmuls = [matmul for matmul in step.cost.matmuls if not chunks.has(matmul)]
+    plan, shape, matmuls = step.plan, step.shape, step.cost.matmuls
     widest = max((max(matmul.inputs, matmul.outputs) * matmul.times for matmul in matmuls), default=0)
     at_once, hidden = 2, 2 * shape.hidden
     if shape.compiled and not plan.matmuls.is_used and all(matmul.times == 1 for matmul in matmuls):
-        ends_inside = plan.placement.grid.size("cp") > 1 or bool(chunks.linears)
-        at_once, hidden = 1 if ends_inside else 3, shape.hidden
+        at_once, hidden = 1 if plan.placement.grid.size("cp") > 1 else 3, shape.hidden
     return replace(numbers, gradients=widest * at_once / plan.layout.tp, hidden=hidden)

@@ -115,7 +115,6 @@ class HostActivations:
         copies.meet()
         for saved in moving:
             saved.values = None
-            self._memory.rest(saved.home)
         self._leaving = Copies(()), []
 
     def unpack(self, packed: Packed) -> Tensor:

@@ -45,10 +45,10 @@ class Offload:
     activations: HostActivations | None
 
 
-def offload_of(layout: Layout, place: str, device: torch.device) -> Offload:
-    """Set up what `layout` offloads, at `place`: see `HostMemory`."""
+def offload_of(layout: Layout, device: torch.device) -> Offload:
+    """Set up what `layout` offloads."""
     is_on = layout.offload_optimizer or layout.offload_activations or layout.offload_parameters
-    memory = HostMemory(place, locks=device.type == "cuda") if is_on else None
+    memory = HostMemory(locks=device.type == "cuda") if is_on else None
     states = OptimizerStates(memory, device, is_on=layout.offload_optimizer)
     return Offload(memory, states, HostActivations(memory, device) if memory and layout.offload_activations else None)
 
@@ -71,13 +71,11 @@ class OptimizerStates:
         self._memory, self._device, self.is_on = memory, device, is_on
         self._homes: dict[Tensor, dict[str, Tensor]] = {}  # parameter -> kind -> its values in host memory
         self._weights: dict[Tensor, Tensor] = {}  # parameter -> its own values there, if it is stored there
-        # A CPU reads and writes a file's pages where they are: nothing is copied.
-        self._in_place = memory is not None and memory.is_file and device.type == "cpu"
         self._inward, self._outward = Lane(device), Lane(device)
 
     def rest(self, weights: Mapping[Tensor, Tensor]) -> None:
         """Register parameters that are stored in host memory; `weights`: their shards there."""
-        self._weights = {} if self._in_place else dict(weights)
+        self._weights = dict(weights)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Call `optimizer.step()` once for each part of its parameters. Its hooks run as for one step.
@@ -150,7 +148,7 @@ class OptimizerStates:
             copies.meet()
 
     def reserve(self, optimizer_bytes: int, tensors: int) -> None:
-        """Reserve room for state of so many bytes in so many tensors. Raises `UserError` if there is none."""
+        """Reserve room for state of so many bytes in so many tensors."""
         if self._memory is not None:
             self._memory.reserve(most_bytes(optimizer_bytes, tensors))
 
@@ -159,7 +157,7 @@ class OptimizerStates:
     ) -> tuple[list[tuple[Tensor, str, Tensor]], Copies]:
         """Begin to copy a part to the device: (parameter, kind of its state or `WEIGHT`, values there)."""
         found, pairs = list[tuple[Tensor, str, Tensor]](), list[tuple[Tensor, Tensor]]()
-        for parameter in part if not self._in_place else ():
+        for parameter in part:
             homes = {WEIGHT: self._weights.get(parameter)} if weights else {}
             for kind, tensor in _tensors(optimizer.state.get(parameter)) if self.is_on else ():
                 homes[kind] = self._home(parameter, kind, tensor)
@@ -181,12 +179,11 @@ class OptimizerStates:
     def _put(self, optimizer: torch.optim.Optimizer, part: Sequence[Tensor], *, weights: bool) -> Copies:
         """Begin to copy a part to host memory, where parameters and `optimizer.state` then have it."""
         assert self._memory is not None
-        pairs, homes = list[tuple[Tensor, Tensor]](), list[Tensor]()
+        pairs = list[tuple[Tensor, Tensor]]()
         for parameter in part:
             if weights and (home := self._weights.get(parameter)) is not None:
                 pairs.append((home, local(parameter)))
                 put_local(parameter, home)
-                homes.append(home)
             for kind, tensor in _tensors(optimizer.state.get(parameter)) if self.is_on else ():
                 values, own = local(tensor), self._homes.setdefault(parameter, {})
                 home = own.get(kind)
@@ -196,11 +193,7 @@ class OptimizerStates:
                 if home.data_ptr() != values.data_ptr():
                     pairs.append((home, values))
                     optimizer.state[parameter][kind] = with_local(tensor, home)
-                homes.append(home)
-        copies = self._outward.copy(pairs)
-        for home in homes:
-            self._memory.rest(home)
-        return copies
+        return self._outward.copy(pairs)
 
     def _home(self, parameter: Tensor, kind: str, tensor: Tensor) -> Tensor | None:
         """Find the values of a state in host memory; None for a state that something else has set since."""

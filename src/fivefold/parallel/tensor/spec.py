@@ -7,8 +7,6 @@ from math import gcd
 from fivefold.core.model_limits import ModelLimits
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import FeatureGroups, ModelFacts, Partition, TPBlock, TPInput
-from fivefold.parallel.chunks import spec as chunks
-from fivefold.parallel.chunks.spec import ChunkPlan
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.graphs.spec import GraphPlan
@@ -42,9 +40,6 @@ def calls(step: Step) -> Iterator[Call]:
     if first:
         yield from _leave(step, anatomy.embedding, is_in_block=False)
     for block in partition.tp_blocks:
-        if block.owner in plan.feature(ChunkPlan).mlps:
-            yield from chunks.calls(step, block)
-            continue
         for entry in block.entries:
             again = plan.feature(GraphPlan).gathers_again(step.layer_of(block.row), entry, shape)
             yield from _enter(step, entry.modules[0], again=again)
@@ -175,7 +170,7 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     yield WholeVocabulary(anatomy.head, "tp", "logits of the whole vocabulary leave it")
     yield Positions(anatomy.base, "tp", "positions are those of the whole sequence")
     for block in partition.tp_blocks:
-        for entry in block.entries if block.owner not in plan.feature(ChunkPlan).mlps else ():
+        for entry in block.entries:
             again = _gathers_again(plan, block, entry)
             for module in entry.modules:
                 yield Enter(module, "tp", "all tokens enter it", entry, again)
