@@ -33,7 +33,6 @@ from fivefold.models.random_stream import Region, whole
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SAMPLE = 1024
-_FORM = "2-"  # begins a digest of `folder_digests`, which those of earlier versions do not
 _READERS = 16  # threads, since a disk is slow to answer and not to deliver
 _COMPARED = 2**22  # values of a tensor that are read at once
 # Buffers in old exports that every model computes itself.
@@ -270,11 +269,9 @@ def _locate(folder: Path) -> dict[str, Path]:
     )
 
 
-def weights_digest(folder: Path, *, like: str = "") -> str:
-    """A hash of the weights in a folder, whatever files they are in: that of `folder_digests`. `like`: of a digest that
-    an earlier version wrote, the hash in its form: 1 KiB from the middle of each tensor. Raises `UserError`."""
-    if not like or like.startswith(_FORM):
-        return str(folder_digests(folder)[WHOLE])
+def weights_digest(folder: Path) -> str:
+    """A hash of the weights in a folder, independent of file names: the type and shape of each tensor and `_SAMPLE`
+    bytes from its middle. Checkpoints hold it. Raises `UserError`."""
     located, found = _locate(folder), list[tuple[str, str, list[int], str]]()
     for name, entry in _entries(located).items():
         with located[name].open("rb") as file:
@@ -306,7 +303,7 @@ def folder_digests(folder: Path, file: str = "") -> dict[str, Any]:
     by_file = groupby(names, key=lambda name: located[name].name)
     return {
         **{path: {name: digests[name] for name in of_file} for path, of_file in by_file},
-        WHOLE: f"{_FORM}{key_of(sorted(digests.items()))}",
+        WHOLE: key_of(sorted(digests.items())),
     }
 
 
