@@ -105,7 +105,15 @@ class Repository:
                 "log in with a token that may: hf auth login, or HF_TOKEN",
             )
         else:
-            what, fix = _reason(self.name, errors)[0], "run it again when the hub answers (--force if OUT is there)"
+            is_refused = any(400 <= status < 500 for status in answers - {408, 409, 412, 429})
+            when = (
+                "that is mended"
+                if is_refused
+                else "others do not commit to it"
+                if 412 in answers
+                else "the hub answers"
+            )
+            what, fix = _reason(self.name, errors)[0], f"run it again when {when} (--force if OUT is there)"
         if any(isinstance(one, hub.OfflineModeIsEnabled) for one in errors):
             what, fix = "HF_HUB_OFFLINE forbids it", "unset HF_HUB_OFFLINE"
         return UserError(f"{self.name} was not pushed: {what}{more}", fix=fix)
@@ -147,7 +155,8 @@ def _reason(name: str, errors: list[BaseException], *, besides: str = "") -> tup
             return what, fix
     for error in errors:
         if isinstance(error, hub.HfHubHTTPError):
-            return f"the hub answered {error.response.status_code}", f"try again later, or {local}"
+            words = "".join(f": {line}" for line in (error.server_message or "").splitlines()[:1])
+            return f"the hub answered {error.response.status_code}{words}", f"try again later, or {local}"
     if any(isinstance(error, OSError) or "httpx" in type(error).__module__ for error in errors):
         why = getattr(errors[-1], "strerror", None) or str(errors[-1]) or type(errors[-1]).__name__
         return f"the Hugging Face hub cannot be reached ({why}){besides}", local
