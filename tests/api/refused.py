@@ -411,10 +411,10 @@ def batches(layout: str) -> bool:
                 call(mine)
         with refuses("data rank 0 were given different batches"):
             model.backward(batch | {"labels": mine["labels"]})
-        with refuses("different prompts"):
+        with refuses("the prompt is "):
             ff.generate(model, [1 + dist.get_rank()])
         for option in ("max_new_tokens", "temperature", "seed"):
-            with refuses("different prompts, or options"):
+            with refuses(f"{option} is "):
                 ff.generate(model, [1], **{option: 1 + dist.get_rank()})
     with refuses("no rank has a micro batch"):
         ff.evaluate(model, [])

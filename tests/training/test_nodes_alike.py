@@ -140,6 +140,10 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         lambda node: write_corpus(node / "corpus.txt", 4001, seed=4), {},
         "the fingerprint of the rows: data.train: corpus.txt is ",
     ),
+    "a text that is streamed": (
+        lambda node: write_corpus(node / "corpus.txt", 4003, seed=4), {"data__streaming": True, "data__validation": 0},
+        "the fingerprint of the rows: data.train: corpus.txt is ",
+    ),
     "the code": (lambda node: (node / "my_loss.py").write_text(f"{LOSS}\n"), OWN, "the hash of objective.path is "),
     "the adapter": (
         lambda node: save_file({"a": torch.zeros(3)}, node / "adapter" / WEIGHTS), LORA | {"adapter__path": "adapter"},

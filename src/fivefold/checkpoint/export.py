@@ -48,11 +48,6 @@ class Exported:
     check: MergeCheck | None = None  # only for a merged adapter
     lacks: Mapping[str, int] = field(default_factory=dict)  # counts of layers that the config no longer declares
 
-    @property
-    def pushed(self) -> str | None:
-        """Its address on the hub."""
-        return self.push.address if self.push else None
-
 
 def export(
     run: str | Path,

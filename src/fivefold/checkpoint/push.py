@@ -15,9 +15,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_session
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    get_session,
+    get_token,
+    hf_raise_for_status,
+)
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from transformers import utils
 
 from fivefold.checkpoint.card import CARD, merged_card
@@ -93,7 +100,7 @@ def push(to: Repository, folder: Path, files: Collection[str], message: str) -> 
 
 def _commit(api: HfApi, to: Repository, branch: _Branch, folder: Path, files: Collection[str], message: str) -> Pushed:
     """Replace the files of an earlier model by `files`. Raises an error of the hub if `branch` is not the newest."""
-    old = _of_models(branch.files) | (_mixed(branch.files) if to.replace else set())
+    old = _of_models(branch.files)
     removed, others = sorted(old - set(files)), sorted(branch.files - old - {*files, _HUBS_OWN})
     ours = (folder / CARD).read_text(encoding="utf-8")
     card = merged_card(branch.card, ours)
@@ -120,7 +127,7 @@ def _answered(to: Repository, folder: Path) -> Iterator[None]:
         if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
             raise
         raise UserError(
-            f"{to.name} may have been pushed or not: the hub did not say so ({first_line(error)}); {folder} is complete",
+            f"{to.name} may have been pushed or not: the hub did not say ({first_line(error)}); {folder} is complete",
             fix="look at the commits on its page; if it is not there, run it again with --force",
         ) from error
 
@@ -157,8 +164,8 @@ def _info(api: HfApi, name: str, revision: str | None = None) -> Any:
 
 def _card(api: HfApi, name: str, commit: str) -> str:
     """The model card of a commit. Raises `UserError` if an export's cannot be merged into it."""
-    url = f"{api.endpoint}/{name}/resolve/{commit}/{CARD}"
-    response = get_session().get(url, headers=build_hf_headers(), timeout=SECONDS)
+    url, token = f"{api.endpoint}/{name}/resolve/{commit}/{CARD}", get_token()
+    response = get_session().get(url, headers={"Authorization": f"Bearer {token}"} if token else {}, timeout=SECONDS)
     hf_raise_for_status(response)
     return _text(name, response.content)
 
@@ -193,12 +200,11 @@ def _check(to: Repository, branch: _Branch) -> None:
             f"{to.name} is {is_now}, and a push does not change that",
             fix=f"make it {asked} in its settings on the hub, name a new repository, or leave out --{asked}",
         )
-    mixed = _mixed(branch.files)
-    if mixed and not to.replace:
+    if mixed := _mixed(branch.files):
         raise UserError(
             f"{to.name} has files of another model, which programs read in place of the pushed one or with it: "
             f"{listed(sorted(mixed), _MOST)}",
-            fix="push to another repository or branch; --replace (replace=True) removes them",
+            fix="push to another repository or branch, or remove them there first",
         )
 
 

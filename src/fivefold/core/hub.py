@@ -11,6 +11,8 @@ from fivefold.core.errors import UserError
 
 MODEL = "model.name_or_path"
 SECONDS = 10  # timeout of the first request to the hub
+# When to push again, by the answer of the hub.
+_AGAIN = {412: "others do not commit to it", **dict.fromkeys((400, 413, 422), "that is mended")}
 
 
 def is_hub_id(name: str) -> bool:
@@ -64,14 +66,13 @@ class Repository:
     """A model repository of the hub to push to; `fivefold.checkpoint.push` does it.
 
     `private`, `public`: how others must see it; a new one is private unless `public`. `revision`: a branch, None for
-    the main one. `replace`: remove files of other models that would mix with the pushed one.
+    the main one.
     """
 
     name: str
     private: bool = False
     revision: str | None = None
     public: bool = False
-    replace: bool = False
 
     def __post_init__(self) -> None:
         if not looks_like_id(self.name):
@@ -105,14 +106,7 @@ class Repository:
                 "log in with a token that may: hf auth login, or HF_TOKEN",
             )
         else:
-            is_refused = any(400 <= status < 500 for status in answers - {408, 409, 412, 429})
-            when = (
-                "that is mended"
-                if is_refused
-                else "others do not commit to it"
-                if 412 in answers
-                else "the hub answers"
-            )
+            when = next((_AGAIN[status] for status in answers if status in _AGAIN), "the hub answers")
             what, fix = _reason(self.name, errors)[0], f"run it again when {when} (--force if OUT is there)"
         if any(isinstance(one, hub.OfflineModeIsEnabled) for one in errors):
             what, fix = "HF_HUB_OFFLINE forbids it", "unset HF_HUB_OFFLINE"
@@ -124,7 +118,7 @@ def repository(name: str | None, **options: Any) -> Repository | None:
     if name is not None:
         return Repository(name, **options)
     if any(options.values()):
-        what = "private, public, replace and revision are of a repository, and none is named"
+        what = "private, public and revision are of a repository, and none is named"
         raise UserError(what, fix="name one: push org/name")
     return None
 

@@ -127,7 +127,7 @@ class SafetensorsFolder(TensorSource):
         shapes that are not those of the model.
         """
         self.folder = folder = Path(path)
-        located = _locate(folder)
+        located = locate(folder)
         self._stored, self._merged = _names(model, located)
         self._files = {name: located[stored] for name, stored in self._stored.items()}
         in_files = _entries(located)
@@ -231,7 +231,7 @@ def own_heads(folder: Path, model: PreTrainedModel) -> list[str]:
     tied = hf_internals.tied_parameters(model)
     if not tied or not any(folder.glob("*.safetensors")):
         return []
-    located = _locate(folder)
+    located = locate(folder)
     stored, _ = _names(model, located)
     places = {name: (located[file], file) for name, file in stored.items()}
     both = [(name, other) for name, other in tied.items() if name in places and other in places]
@@ -248,7 +248,7 @@ def _are_equal(*tensors: tuple[Path, str]) -> bool:
         return all(torch.equal(one[at : at + step], other[at : at + step]) for at in range(0, rows, step))
 
 
-def _locate(folder: Path) -> dict[str, Path]:
+def locate(folder: Path) -> dict[str, Path]:
     """{tensor name: its file}; a single file takes precedence over an index, as in `transformers`."""
     if (folder / _SINGLE).is_file():
         path = _inside(folder, _SINGLE)
@@ -272,7 +272,7 @@ def _locate(folder: Path) -> dict[str, Path]:
 def weights_digest(folder: Path) -> str:
     """A hash of the weights in a folder, independent of file names: the type and shape of each tensor and `_SAMPLE`
     bytes from its middle. Checkpoints hold it. Raises `UserError`."""
-    located, found = _locate(folder), list[tuple[str, str, list[int], str]]()
+    located, found = locate(folder), list[tuple[str, str, list[int], str]]()
     for name, entry in _entries(located).items():
         with located[name].open("rb") as file:
             file.seek(max(entry.start, (entry.start + entry.stop - _SAMPLE) // 2))
@@ -285,7 +285,7 @@ def folder_digests(folder: Path, file: str = "") -> dict[str, Any]:
     """A digest of each tensor in a folder, by file and by name: its type, its shape and samples of its bytes
     (`core/alike.py`); and as `WHOLE` one of all that does not depend on the files. `file`: only that one, of any name.
     Raises `UserError`."""
-    located = dict.fromkeys(header(folder / file), folder / file) if file else _locate(folder)
+    located = dict.fromkeys(header(folder / file), folder / file) if file else locate(folder)
     entries, names = _entries(located), sorted(located, key=lambda name: (located[name].name, name))
 
     def digest(name: str) -> str:

@@ -161,13 +161,6 @@ def _raise_any(error: UserError | None) -> None:
             raise type(first)(f"rank {rank}: {first.what}", fix=first.fix, more=first.more)
 
 
-def differing(values: Sequence[int]) -> list[int]:
-    """The indices at which the ranks' integers differ. Every rank passes equally many, of less than 63 bits."""
-    mine = torch.tensor([values, [-value for value in values]], dtype=torch.int64, device=_device())
-    dist.all_reduce(mine, dist.ReduceOp.MAX)
-    return (mine[0] != -mine[1]).nonzero().flatten().tolist()
-
-
 def _device() -> torch.device:
     """The device for tensors of the world's collectives."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 
 from fivefold.core.alike import FIX, difference
-from fivefold.core.cache import key_of
 from fivefold.core.errors import NodesDiffer, UserError
 from fivefold.core.text import listed
 from fivefold.parallel import plain
@@ -27,16 +26,14 @@ def check_alike(read: Callable[[], Mapping[str, Any]], *, fix: str = FIX, more: 
         mine = json.loads(json.dumps(read()))
     except UserError as raised:
         failed = raised
-    every_rank = plain.everywhere([socket.gethostname(), failed and failed.to_json(), key_of(mine)])
+    apart = difference(mine, plain.of_first(mine))
+    every_rank = plain.everywhere([socket.gethostname(), failed and failed.to_json(), apart])
     hosts = [host for host, *_ in every_rank]
     for rank, (_, error_json, _) in enumerate(every_rank):
         if error_json:
             error = UserError.from_json(error_json)
             raise type(error)(f"{_place([rank], hosts)}: {error.what}", fix=error.fix, more=error.more)
-    if len({digest for *_, digest in every_rank}) == 1:
-        return
-    first = plain.of_first(mine)
-    differences = {rank: each for rank, each in enumerate(plain.everywhere(difference(mine, first))) if each}
+    differences = {rank: each for rank, (*_, each) in enumerate(every_rank) if each}
     if differences:
         name, own, other = next(iter(differences.values()))
         ranks = [rank for rank, each in differences.items() if each[0] == name]
