@@ -162,9 +162,8 @@ def test_a_folder_goes_out_as_transformers_writes_it(tmp_path: Path, kind: str) 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto")
     model.save_pretrained(tmp_path / "theirs")
     compare(done.path, tmp_path / "theirs", done.lacks)
-    unread, card = f"layers.{SIZES['num_hidden_layers']}.", (done.path / "README.md").read_text()
     assert done.lacks == unbuilt_layers(model)
-    assert all(unread in screen and f"{key} is 0 in its config.json" in card for key in done.lacks)
+    assert not done.lacks or f"layers.{SIZES['num_hidden_layers']}." in screen
     out = {str(path.relative_to(done.path)): path.read_bytes() for path in done.path.rglob("*") if path.is_file()}
     assert {name: out.get(name) for name in travels} == travels
     assert out.keys() - travels.keys() == {"README.md", "config.json", "generation_config.json", "model.safetensors"}

@@ -5,8 +5,7 @@ export lacks. Files of others stay, and so does what others wrote into the model
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -108,21 +107,11 @@ def _commit(api: HfApi, to: Repository, branch: _Branch, folder: Path, files: Co
     added.append(CommitOperationAdd(CARD, card.encode()))
     # Without a text of our own, what a .gitignore of the repository lists is left out without an error.
     api.preupload_lfs_files(to.name, added, revision=to.revision, gitignore_content="#", free_memory=False)
-    with _answered(to, folder):
-        api.create_commit(
-            to.name, [*(CommitOperationDelete(path, is_folder=False) for path in removed), *added],
-            commit_message=message, revision=to.revision, parent_commit=branch.commit,
-        )  # fmt: skip
-    place = f"/tree/{to.revision}" if to.revision else ""
-    kept = (*others, *([f"what others wrote into {CARD}"] if card != ours else []))
-    return Pushed(f"{api.endpoint}/{to.name}{place}", kept, tuple(removed), branch.commit)
-
-
-@contextmanager
-def _answered(to: Repository, folder: Path) -> Iterator[None]:
-    """Raise `UserError` for a commit of which it is not known whether it was made."""
+    removals = [CommitOperationDelete(path, is_folder=False) for path in removed]
     try:
-        yield
+        api.create_commit(
+            to.name, [*removals, *added], commit_message=message, revision=to.revision, parent_commit=branch.commit
+        )
     except Exception as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
             raise
@@ -130,6 +119,9 @@ def _answered(to: Repository, folder: Path) -> Iterator[None]:
             f"{to.name} may have been pushed or not: the hub did not say ({first_line(error)}); {folder} is complete",
             fix="look at the commits on its page; if it is not there, run it again with --force",
         ) from error
+    place = f"/tree/{to.revision}" if to.revision else ""
+    kept = (*others, *([f"what others wrote into {CARD}"] if card != ours else []))
+    return Pushed(f"{api.endpoint}/{to.name}{place}", kept, tuple(removed), branch.commit)
 
 
 def _opened(api: HfApi, to: Repository) -> _Branch:

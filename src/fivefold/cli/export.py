@@ -66,8 +66,8 @@ def export(
     Example: fivefold export runs/demo my-model
     """
     imported("fivefold.checkpoint.export")
-    from fivefold.checkpoint.card import lacking
     from fivefold.checkpoint.export import export as export_run
+    from fivefold.checkpoint.export import lacking
     from fivefold.launch.memory import room
 
     free, to = room(), repository(push, private=private, revision=revision, public=public)

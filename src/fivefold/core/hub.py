@@ -88,29 +88,23 @@ class Repository:
     @contextmanager
     def errors(self, more: str = "") -> Iterator[None]:
         """Raise errors of the hub or its HTTP client as `UserError` with the reason, then `more`."""
+        from huggingface_hub import errors as hub
+
         try:
             yield
         except UserError:
             raise
         except Exception as error:
-            raise self._not_pushed(error, more) from error
-
-    def _not_pushed(self, error: BaseException, more: str = "") -> UserError:
-        from huggingface_hub import errors as hub
-
-        errors = list(_chain(error))
-        answers = {one.response.status_code for one in errors if isinstance(one, hub.HfHubHTTPError)}
-        if answers & {401, 403, 404} or any(isinstance(one, hub.LocalTokenNotFoundError) for one in errors):
-            what, fix = (
-                "the hub does not let you write to it",
-                "log in with a token that may: hf auth login, or HF_TOKEN",
-            )
-        else:
+            errors = list(_chain(error))
+            answers = {one.response.status_code for one in errors if isinstance(one, hub.HfHubHTTPError)}
             when = next((_AGAIN[status] for status in answers if status in _AGAIN), "the hub answers")
             what, fix = _reason(self.name, errors)[0], f"run it again when {when} (--force if OUT is there)"
-        if any(isinstance(one, hub.OfflineModeIsEnabled) for one in errors):
-            what, fix = "HF_HUB_OFFLINE forbids it", "unset HF_HUB_OFFLINE"
-        return UserError(f"{self.name} was not pushed: {what}{more}", fix=fix)
+            if answers & {401, 403, 404} or any(isinstance(one, hub.LocalTokenNotFoundError) for one in errors):
+                what = "the hub does not let you write to it"
+                fix = "log in with a token that may: hf auth login, or HF_TOKEN"
+            if any(isinstance(one, hub.OfflineModeIsEnabled) for one in errors):
+                what, fix = "HF_HUB_OFFLINE forbids it", "unset HF_HUB_OFFLINE"
+            raise UserError(f"{self.name} was not pushed: {what}{more}", fix=fix) from error
 
 
 def repository(name: str | None, **options: Any) -> Repository | None:

@@ -40,12 +40,14 @@ _QUOTED = re.compile(f"""["']{PROBE}.?["']""")  # in a list, as Python or JSON w
 @dataclass(frozen=True)
 class ChatTemplate:
     """`source`: the Jinja text, or several by name. `special`: names of special tokens -> their text. `name`: for
-    messages. `tokens`: the texts of added tokens, which may end an answer."""
+    messages. `tokens`: the texts of added tokens, which may end an answer. `stops`: those at which its
+    model's generation config says to stop."""
 
     source: str | Mapping[str, str] = CHATML
     special: Mapping[str, str] = field(default_factory=dict)
     name: str = BUILT_IN
     tokens: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
 
     def text(self, tools: Sequence[Any] | None = None) -> str:
         """The Jinja text for a conversation with these tools. Raises `UserError` if none of several fits."""
@@ -110,14 +112,10 @@ class ChatTemplate:
             early, last = self.ends or ("unknown", "")
         except Endless:  # which other conversations need not be
             return
-        if not early and _ENCLOSES.search(self.text()):
-            yield f"no end of an answer is trained: {self.name} has it outside of {{% generation %}}; put it inside"
-        elif not early:
-            yield (
-                f"of a conversation only the last answer's end is trained: {self.name} ends the others by no token; "
-                "write {{ eos_token }} behind each answer in it"
-            )
-        elif self.ends and not last.startswith(early):
+        if not early:
+            how = "put it into {% generation %}" if _ENCLOSES.search(self.text()) else "write {{ eos_token }} there"
+            yield f"the end of an answer that another turn follows is not trained: {self.name} writes none; {how}"
+        elif self.ends and not last.startswith(early) and early not in self.stops:
             marker, unlike = ("", ", unlike the last") if last else ("the marker of the next turn, ", "")
             yield (
                 f"{self.name} ends an answer by {marker}{early}{unlike}: a server stops there if eos_token_id in "

@@ -482,13 +482,6 @@ def file_names() -> set[str]:
     return {value for key, value in vars(transformers.utils).items() if re.fullmatch("[A-Z_]+_(NAME|FILE)", key)}
 
 
-def processor_files() -> set[str]:
-    """The names of the files that `AutoProcessor` and its parts read of a folder, apart from a tokenizer's."""
-    configs = {name for name in file_names() if name.endswith("_config.json")}
-    no_processors = {transformers.utils.ADAPTER_CONFIG_NAME, transformers.utils.GENERATION_CONFIG_NAME}
-    return {*TEMPLATE_FILES, *configs} - no_processors
-
-
 def generation_config(folder: Path) -> GenerationConfig:
     """The generation config that `from_pretrained` uses for a folder: its generation_config.json, else the generation
     settings in its config.json. Raises `UserError` for files that cannot be read."""

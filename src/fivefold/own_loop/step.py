@@ -19,14 +19,13 @@ from fivefold.own_loop.batches import (
     check_grad_enabled,
     leaves_inference_mode,
     micro_batches,
-    on_every_rank,
     refusal,
     some,
 )
 from fivefold.own_loop.model import ParallelModel, check_parallel, check_runs, own_loss
 from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import passes
-from fivefold.parallel.alike import check_alike
+from fivefold.parallel.alike import check_alike, on_every_rank
 from fivefold.parallel.loss.own import LossFunction
 from fivefold.training.step import (
     StepResult,

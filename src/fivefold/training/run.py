@@ -111,7 +111,7 @@ class Trainer(Job):
         """Build everything that the first step needs; `stack` closes it. `environment`: None is that of a real run.
         `of_node`: the memory of this node, see `train`."""
         environment = environment or Environment()
-        preflight.check_ranks_agree(config, data, world, environment.files)
+        preflight.check_ranks_agree(config, data, world)
         check_best(config, has_validation=data.validation is not None)
         memory = PeakMemory(torch.device(world.device))
         layout = config.layout.resolve(world.size)
@@ -239,8 +239,7 @@ class Trainer(Job):
             self._close(self._why_stopped or all_done)
             return
         if self.config.train.check_every > 0:
-            found = checks.replicas(self.model, self.optimizer)
-            checks.fail_on(found, step=self.step, passed=None, came_in=True)
+            checks.fail_on(checks.replicas(self.model, self.optimizer), step=self.step, passed=None, came_in=True)
         for batch, waited in self._batches():
             started = time.perf_counter() - waited
             rate = self._learning_rate(self.step)
