@@ -4,7 +4,6 @@ A repository contains after a push what was pushed: the commit removes every fil
 export lacks. Files of others stay, and so does what others wrote into the model card.
 """
 
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -205,7 +204,7 @@ def _check(to: Repository, branch: _Branch) -> None:
 
 def _of_models(files: Iterable[str]) -> set[str]:
     """The files that `transformers` or `peft` read of a folder: weights, configs, tokenizers, processors, templates."""
-    return {path for path in files if _of_transformers().fullmatch(path) or _matches(path, TOKENIZER_FILES)}
+    return {path for path in files if _matches(path, _names())}
 
 
 def _mixed(files: Iterable[str]) -> set[str]:
@@ -219,15 +218,13 @@ def _mixed(files: Iterable[str]) -> set[str]:
 
 
 @cache
-def _of_transformers() -> re.Pattern[str]:
-    """Paths of the files that have a name in `transformers`, in all forms of weights: shards, variants and indexes."""
-    patterns = [rf"{utils.CHAT_TEMPLATE_DIR}/.+"]
-    for name in {*hf_internals.file_names(), constants.TF2_WEIGHTS_NAME, constants.FLAX_WEIGHTS_NAME}:
-        stem, _, kind = name.rpartition(".")
-        forms = r"(\.\w+)?(-\d+-of-\d+)?(\.\w+)?" if kind in ("safetensors", "bin", "h5", "msgpack") else ""
-        index = r"(\.index(\.\w+)?\.json)?" if forms else ""
-        patterns += [rf"{re.escape(stem)}{forms}\.{kind}{index}"] if stem else []
-    return re.compile("|".join(patterns))
+def _names() -> tuple[str, ...]:
+    """Patterns of these files; of weights also the shards, variants and indexes."""
+    names = {*hf_internals.file_names(), constants.TF2_WEIGHTS_NAME, constants.FLAX_WEIGHTS_NAME}
+    stems = [name.rpartition(".")[::2] for name in names if name.endswith((".safetensors", ".bin", ".h5", ".msgpack"))]
+    weights = [f"{stem}{form}.{kind}" for stem, kind in stems for form in ("", ".*", "-?????-of-?????*")]
+    indexes = [f"{each}.index*.json" for each in weights]
+    return (*TOKENIZER_FILES, f"{utils.CHAT_TEMPLATE_DIR}/*", *names, *weights, *indexes)
 
 
 def _matches(path: str, patterns: Iterable[str]) -> bool:
