@@ -66,7 +66,7 @@ def test_a_file_is_refused_in_a_sentence(
             began = time.process_time()
             with pytest.raises(UserError) as refused:
                 load_config(Path("run.yaml"))
-            assert expected in str(refused.value) and time.process_time() - began < 2
+            assert expected in str(refused.value) and time.process_time() - began < 5
             assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 

@@ -52,7 +52,9 @@ def tried(read: Callable[[], Read]) -> tuple[Read | None, UserError | None]:
 
 
 def raise_any(error: UserError | None) -> None:
-    """Raise the first error of a rank, the same on every rank, with its rank and host."""
+    """Raise the first error of a rank, the same on every rank, with its rank and host if there are several."""
+    if error is not None and dist.get_world_size() == 1:
+        raise error
     for rank, (host, told) in enumerate(plain.everywhere([socket.gethostname(), error and error.to_json()])):
         if told:
             first = UserError.from_json(told)
