@@ -26,7 +26,7 @@ class Hub:
     """`repositories`: name -> is it private. `files`: (name, branch) -> path -> bytes. `messages`: of the commits.
     `commits`: (name, branch) -> ids, the newest last. `cards`: model cards that came to be checked. `objects`: digest
     -> bytes of large files. `role`: of the token. `status`: the answer to requests of the kind `fails_at` instead.
-    `meanwhile`: called once before the next commit."""
+    `meanwhile`: called once before the next commit. `loses`: the answer to a commit does not arrive."""
 
     repositories: dict[str, bool] = field(default_factory=dict)
     files: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
@@ -39,6 +39,7 @@ class Hub:
     status: int | None = None
     fails_at: str = "create"
     meanwhile: Callable[[], object] | None = None
+    loses: bool = False
 
     def create(self, name: str, private: bool) -> Answer:
         url = {"url": f"{self.address}/{name}", "name": name}
@@ -98,20 +99,14 @@ class Hub:
         }
 
     def found(self, name: str, verb: str, branch: str) -> Answer:
-        """Answer to a GET of a repository's information (`verb` revision), its files or the token's rights."""
+        """Answer to a GET of a repository's information (`verb` revision) or the token's rights."""
         if name not in self.repositories:
             return 404, "RepoNotFound"
         if (name, branch) not in self.files:
             return 404, "RevisionNotFound"
-        files = self.files[name, branch]
-        if verb == "tree":
-            return 200, [
-                {"type": "file", "path": path, "size": len(files[path]), "oid": hashlib.sha1(files[path]).hexdigest()}
-                for path in files
-            ]
         if verb == "auth-check":
             return (200 if self.role == "write" else 403), {}
-        siblings = [{"rfilename": path} for path in files]
+        siblings = [{"rfilename": path} for path in self.files[name, branch]]
         private = self.repositories[name]
         return 200, {"id": name, "private": private, "sha": self.commits[name, branch][-1], "siblings": siblings}
 
@@ -119,7 +114,11 @@ class Hub:
 def _answers(hub: Hub) -> type[BaseHTTPRequestHandler]:
     class Answers(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self._send(*self._answer(self._parts(), self._body()))
+            answer = self._answer(self._parts(), self._body())
+            if hub.loses and "commit" in self._parts():
+                self.close_connection = True
+            else:
+                self._send(*answer)
 
         def do_PUT(self) -> None:
             body = self._body()
@@ -187,7 +186,8 @@ def _answers(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.rfile.readline()
 
         def _send_file(self, name: str, revision: str, path: str) -> None:
-            files = hub.files.get((name, revision), {})
+            branches = (place for place, ids in hub.commits.items() if place[0] == name and ids[-1] == revision)
+            files = hub.files.get(next(branches, (name, revision)), {})
             if path not in files:
                 return self._send(404, "EntryNotFound")
             return self._write(200, files[path], {})

@@ -210,7 +210,6 @@ def export(
     private: bool = False,
     revision: str | None = None,
     public: bool = False,
-    replace: bool = False,
 ) -> Path:
     """Write the model of a run, or a parallelized model in its current state, as a Hugging Face folder and return it,
     as `fivefold export` does. A run with an adapter gives a PEFT folder; with `merge`, the model with it merged in.
@@ -218,12 +217,11 @@ def export(
 
     `dtype`: bf16, fp16 or fp32; None: that of the model the run started from, or fp32 if it has none. `force` replaces
     an existing model folder. `push`: `org/name`, the model repository of the Hugging Face hub to which the folder is
-    uploaded; a new one is private unless `public`, and `private` refuses a public one; `revision` is a branch;
-    `replace` removes files of another model, which are refused otherwise. For a parallelized model every rank calls
-    this, and the first one writes; see `fivefold.own_loop.export`. Raises `UserError` if there is no such run or step,
-    or if the hub refuses.
+    uploaded; a new one is private unless `public`, and `private` refuses a public one; `revision` is a branch. For
+    a parallelized model every rank calls this, and the first one writes; see `fivefold.own_loop.export`. Raises
+    `UserError` if there is no such run or step, or if the hub refuses.
     """
-    target = repository(push, private=private, revision=revision, public=public, replace=replace)
+    target = repository(push, private=private, revision=revision, public=public)
     if isinstance(run, Run | str | Path):
         from fivefold.checkpoint.export import export as export_run
         from fivefold.launch.memory import room

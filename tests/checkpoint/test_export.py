@@ -130,6 +130,9 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run folder"):
         export(tmp_path / "absent", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    for length in (300, 252):  # too long to look at, and with room for no letter more
+        with pytest.raises(UserError, match=r"cannot write .*x: File name too long"):
+            export(run, tmp_path / ("x" * length))
     (tmp_path / "empty").mkdir()
     assert export(run, tmp_path / "empty", step=12).step == 12
     assert not list(tmp_path.glob(".tmp-*"))

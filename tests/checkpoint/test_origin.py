@@ -275,4 +275,6 @@ def test_a_text_that_is_too_long_is_no_row_of_a_run() -> None:
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     with pytest.raises(UserError) as refused:
         check_lengths(config, 999)
-    assert "keep texts to 128 tokens or less" in str(refused.value.fix) and "seq_length" not in str(refused.value)
+    assert "keep rows and texts to 128 tokens or less" in str(refused.value.fix) and "seq_length" not in str(
+        refused.value
+    )

@@ -63,7 +63,11 @@ def test_a_pushed_export_is_the_folder(
     assert yaml.safe_load(text.split("---")[1])["license"] == "apache-2.0"
     assert 'from_pretrained("me/it", revision="step-12")' in text
     again = export(run, out, force=True, push=Repository("me/it"))
-    assert again.pushed == f"{hub.address}/me/it" and hub.files["me/it", "main"]["config.json"]
+    assert (
+        again.push is not None
+        and again.push.address == f"{hub.address}/me/it"
+        and hub.files["me/it", "main"]["config.json"]
+    )
 
 
 @pytest.mark.full

@@ -176,7 +176,7 @@ MIXED = [
 
 
 @pytest.mark.full
-def test_files_that_would_mix_are_removed_only_by_a_word(
+def test_files_that_would_mix_are_refused(
     hub: fake_hub.Hub, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.create(NAME, private=True)
@@ -185,13 +185,13 @@ def test_files_that_would_mix_are_removed_only_by_a_word(
         hub.files[NAME, "main"] = {name: b"theirs", "notes.md": b"theirs"}
         with pytest.raises(UserError, match=name) as refused:
             export(runs["whole"], out, push=Repository(NAME))
-        assert "--replace" in str(refused.value.fix) and not out.exists()
-    hub.files[NAME, "main"] |= dict.fromkeys(MIXED, b"theirs")
+        assert "remove them there first" in str(refused.value.fix) and not out.exists()
+    hub.files[NAME, "main"] = {"notes.md": b"theirs", "tokenizer.model": b"old"}
     with pytest.raises(SystemExit) as ended:
-        cli.main(["export", str(runs["whole"]), str(out), "--push", NAME, "--replace"])
+        cli.main(["export", str(runs["whole"]), str(out), "--push", NAME])
     said = capsys.readouterr().out
     assert ended.value.code == 0 and hub.files[NAME, "main"] == {**files_of(out), "notes.md": b"theirs"}
-    assert "kept: notes.md\n" in said and all(name in said.split("removed: ")[1].split("\n")[0] for name in MIXED)
+    assert "kept: notes.md\n" in said and "removed: tokenizer.model; commit " in said
 
 
 @pytest.mark.full
@@ -238,9 +238,31 @@ def test_an_upload_that_fails_leaves_the_repository_as_it_was(
     export(runs["whole"], tmp_path / "out", step=2, push=Repository(NAME))
     old = dict(hub.files[NAME, "main"])
     hub.status, hub.fails_at = 400, "commit"
-    with pytest.raises(UserError, match=r"the hub answered 400; .* is complete"):
+    with pytest.raises(UserError, match=r"the hub answered 400: no; .* is complete"):
         export(runs["lora"], tmp_path / "adapter", push=Repository(NAME))
     assert hub.files[NAME, "main"] == old
+
+
+@pytest.mark.parametrize(
+    ("status", "fix"),
+    [(413, "that is mended"), (422, "that is mended"), (412, "others do not commit to it"), (501, "the hub answers")],
+)
+def test_the_advice_fits_the_answer(hub: fake_hub.Hub, tmp_path: Path, status: int, fix: str) -> None:
+    files = {"README.md": b"# it\n"}
+    hub.status, hub.fails_at = status, "preupload"
+    with pytest.raises(UserError, match=f"was not pushed: the hub answered {status}: no; .* is complete") as refused:
+        push.push(Repository(NAME), written(files, tmp_path), files, "it")
+    assert f"again when {fix} " in str(refused.value.fix)
+
+
+@pytest.mark.parametrize("status", [None, 504])
+def test_a_lost_answer_to_a_commit_is_no_refusal(hub: fake_hub.Hub, tmp_path: Path, status: int | None) -> None:
+    files = {"README.md": b"# it\n"}
+    hub.loses, hub.status, hub.fails_at = status is None, status, "commit"
+    with pytest.raises(UserError, match=r"me/it may have been pushed or not: .* is complete") as refused:
+        push.push(Repository(NAME), written(files, tmp_path), files, "it")
+    assert "look at the commits" in str(refused.value.fix)
+    assert ("README.md" in hub.files[NAME, "main"]) == (status is None)
 
 
 def test_a_branch_has_files_and_a_card_of_its_own(hub: fake_hub.Hub, tmp_path: Path) -> None:

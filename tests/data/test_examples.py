@@ -181,6 +181,10 @@ def test_what_ends_answers_is_in_the_header(tmp_path: Path) -> None:
         "server stops there if eos_token_id in generation_config.json names it"
     )
     assert end_of_turn(data.tokenizer.template) == "<|user|>"
+    named = {"eos_token_id": [0, data.tokenizer.load().token_to_id("<|user|>")]}
+    (tokenizer / "generation_config.json").write_text(json.dumps(named))
+    data = read(tmp_path, [{"messages": TALK[1:]}], tokenizer)
+    assert not [line for line in data.counts.lines() if line.startswith("tokenizer ")]
     (tmp_path / "texts").mkdir()
     assert not [
         line for line in read(tmp_path / "texts", [{"text": "a"}], tokenizer).counts.lines() if "marker" in line

@@ -265,12 +265,12 @@ def test_what_ends_answers_is_said(subtests: pytest.Subtests, monkeypatch: pytes
     )
     bare = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     bare += "{% if add_generation_prompt %}assistant: {% endif %}"
+    untrained = "the end of an answer that another turn follows is not trained: it writes none"
     cases = {
         GLM: ["it ends an answer by the marker of the next turn, <|user|>: a server stops there if eos_token_id in "
               "generation_config.json names it"],
-        bare: ["of a conversation only the last answer's end is trained: it ends the others by no token; write "
-               "{{ eos_token }} behind each answer in it"],
-        outside: ["no end of an answer is trained: it has it outside of {% generation %}; put it inside"],
+        bare: [f"{untrained}; write {{{{ eos_token }}}} there"],
+        outside: [f"{untrained}; put it into {{% generation %}}"],
         CHATML.replace("im_", ""): [
             "it ends an answer by '<|end|>', which is no token: a server needs it as a stop string"
         ],

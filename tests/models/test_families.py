@@ -201,7 +201,7 @@ def test_documents_that_would_rotate_each_other_are_refused(layout: str, kind: s
     for rank in on_every_rank(layout):
         refusal = rank[len(ALLOWED) + FOLLOWING.index(kind)]
         assert isinstance(refusal, str), "it was computed"
-        assert f"rope type {kind}" in refusal and "keep texts to 16 tokens or less" in refusal
+        assert f"rope type {kind}" in refusal and "keep rows and texts to 16 tokens or less" in refusal
 
 
 @pytest.mark.parametrize("kind", [*FIXED, *FOLLOWING])

@@ -21,7 +21,7 @@ from tests.pool import run_ranks
 from tests.verification import mutation
 from tests.verification.faults import Model
 
-HINGE = ObjectiveFacts(name="hinge", needs_reference=True, uses_means=False)
+HINGE = ObjectiveFacts(needs_reference=True, uses_means=False)
 
 
 def hinge(objective: Objective, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
@@ -49,7 +49,6 @@ def knowing(facts: ObjectiveFacts, body: Callable[..., Any], *args: Any, **optio
 def test_every_objective_has_facts_a_loss_and_a_formula() -> None:
     assert {*OBJECTIVES} == {*LOSSES} == {*PAIRS, *RATED}
     assert {*RATED} == {name for name, facts in OBJECTIVES.items() if facts.is_rated}
-    assert all(name == facts.name for name, facts in OBJECTIVES.items())
 
 
 def test_a_loss_without_facts_is_an_error_and_so_are_facts_without_a_loss(tmp_path: Path) -> None:
@@ -61,7 +60,7 @@ def test_a_loss_without_facts_is_an_error_and_so_are_facts_without_a_loss(tmp_pa
     with patch.dict(OBJECTIVES, hinge=HINGE), pytest.raises(ValueError, match="hinge is one of"):
         Objective("hinge")
     with pytest.raises(TypeError, match="needs_reference"):
-        ObjectiveFacts(name="hinge")  # type: ignore[call-arg]
+        ObjectiveFacts()  # type: ignore[call-arg]
     with known(), patch.dict(PAIRS):
         del PAIRS["hinge"]
         with pytest.raises(ValueError, match="hinge has no formula by hand"):
@@ -93,7 +92,7 @@ def test_it_compares_with_its_reference() -> None:
 def test_a_layout_is_proved_with_it_and_without_its_reference_it_is_not(
     tmp_path: Path, layout: str, compares: bool
 ) -> None:
-    facts = ObjectiveFacts(name="hinge", needs_reference=compares, uses_means=False)
+    facts = ObjectiveFacts(needs_reference=compares, uses_means=False)
     with known():
         place = str(mutation.make_subject(Model(objective="hinge"), tmp_path, steps=2))
     found = run_ranks(2, knowing, facts, mutation.step_on_rank, place, layout, None, True, timeout=mutation.TIMEOUT)[0]

@@ -27,8 +27,6 @@ from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import open_weights
 from fivefold.parallel.adapters.peft_folder import CONFIG, WEIGHTS
-from fivefold.verification.ranks import inside
-from fivefold.verification.request import VerifyRequest
 from tests.pool import run_ranks
 from tests.training.bodies import MODEL, Ran, on_rank, run_dir, run_file, write_corpus
 
@@ -140,6 +138,10 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         lambda node: write_corpus(node / "corpus.txt", 4001, seed=4), {},
         "the fingerprint of the rows: data.train: corpus.txt is ",
     ),
+    "a text that is streamed": (
+        lambda node: write_corpus(node / "corpus.txt", 4003, seed=4), {"data__streaming": True, "data__validation": 0},
+        "the fingerprint of the rows: data.train: corpus.txt is ",
+    ),
     "the code": (lambda node: (node / "my_loss.py").write_text(f"{LOSS}\n"), OWN, "the hash of objective.path is "),
     "the adapter": (
         lambda node: save_file({"a": torch.zeros(3)}, node / "adapter" / WEIGHTS), LORA | {"adapter__path": "adapter"},
@@ -208,7 +210,7 @@ def test_copies_in_other_files_are_alike_and_a_run_that_goes_on_needs_no_first_w
 # ---- other commands --------------------------------------------------------------------------------------------------
 
 
-def tried(nodes: list[str], verb: str, scratch: str) -> str:
+def tried(nodes: list[str], verb: str) -> str:
     """The refusal of a command, or of a loop of one's own, in the folder of this rank's node."""
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
     with chdir(nodes[dist.get_rank()]), pytest.raises(UserError) as caught:
@@ -216,10 +218,6 @@ def tried(nodes: list[str], verb: str, scratch: str) -> str:
             generate(GenerateRequest(model="model", prompt="a", layout="tp2"), world)
         elif verb == "evaluate":
             evaluate(EvaluateRequest(model="model", text="corpus.txt", layout="tp2"), world)
-        elif verb == "verify":
-            config = "model: {name_or_path: model, init: pretrained}\n"
-            asked = VerifyRequest(config=config, layouts={"tp2": "tp2+fp64"}, steps=1, quiet=True)
-            inside(asked, world, Path(scratch), lambda report: None)
         elif verb == "parallelize":
             made = build_meta(load_model_config("model"))
             ff.parallelize(made, "tp2", source=open_weights("model", made))
@@ -228,11 +226,11 @@ def tried(nodes: list[str], verb: str, scratch: str) -> str:
     return caught.value.what
 
 
-@pytest.mark.parametrize("verb", ["generate", "evaluate", "verify", "parallelize", "from_pretrained"])
+@pytest.mark.parametrize("verb", ["generate", "evaluate", "parallelize", "from_pretrained"])
 def test_commands_and_own_loops_refuse_other_weights(verb: str, node: Path, tmp_path: Path) -> None:
     shutil.copytree(node, other := tmp_path / "other")
     one_byte(next(iter(sorted(other.glob("model/*.safetensors")))), -2)
-    (said,) = set(run_ranks(2, tried, [str(node), str(other)], verb, str(tmp_path)))
+    (said,) = set(run_ranks(2, tried, [str(node), str(other)], verb))
     assert f"{ON}" in said and f"on rank 1 ({HOST})" in said, said
     assert verb == "from_pretrained" or "model-00001-of-0000" in said
 
@@ -240,5 +238,5 @@ def test_commands_and_own_loops_refuse_other_weights(verb: str, node: Path, tmp_
 def test_evaluate_refuses_another_text(node: Path, tmp_path: Path) -> None:
     shutil.copytree(node, other := tmp_path / "other")
     write_corpus(other / "corpus.txt", 4001, seed=4)
-    (said,) = set(run_ranks(2, tried, [str(node), str(other)], "evaluate", str(tmp_path)))
+    (said,) = set(run_ranks(2, tried, [str(node), str(other)], "evaluate"))
     assert said.startswith("corpus.txt is ")

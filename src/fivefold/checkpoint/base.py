@@ -25,9 +25,9 @@ def base_source(config: RunConfig, model: Any) -> TensorSource:
         ) from error
 
 
-def weights_beside(config: RunConfig, saved: Mapping[str, Any] | None = None) -> dict[str, str]:
+def weights_beside(config: RunConfig) -> dict[str, str]:
     """Digests of the weights that a run reads at every start, by the key of their path: those of its adapter's base, of
-    its reference, of its teacher; in the form of those in `saved`, the agreement of a checkpoint."""
+    its reference, of its teacher."""
     given, keys = config.objective, dict[str, str]()
     if config.model.init == "pretrained" and (config.adapter.lora or given.compares):
         keys["model.name_or_path"] = config.model.name_or_path
@@ -35,8 +35,7 @@ def weights_beside(config: RunConfig, saved: Mapping[str, Any] | None = None) ->
         keys["objective.reference"] = given.reference
     if given.name == "distill":
         keys["objective.teacher"] = given.teacher
-    like = {key: (saved or {}).get(f"{WEIGHTS}{key}", "") for key in keys}
-    return {key: weights_digest(weights_folder(name), like=like[key]) for key, name in keys.items()}
+    return {key: weights_digest(weights_folder(name)) for key, name in keys.items()}
 
 
 def check_base(config: RunConfig, saved: Mapping[str, Any], where: str) -> None:
@@ -44,5 +43,5 @@ def check_base(config: RunConfig, saved: Mapping[str, Any], where: str) -> None:
     checkpoint."""
     if config.model.init == "pretrained":
         key, name = "model.name_or_path", config.model.name_or_path
-        digest = weights_digest(weights_folder(name), like=saved.get(f"{WEIGHTS}{key}", ""))
+        digest = weights_digest(weights_folder(name))
         check_weights(saved, {f"{WEIGHTS}{key}": digest, key: name}, where=where)

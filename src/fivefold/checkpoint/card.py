@@ -1,7 +1,7 @@
 """The model card of an export: base model, training data, settings, results and how to load it."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,10 @@ tokenizer = AutoTokenizer.from_pretrained({arguments})
 """
 
 
-def model_card(
-    checkpoint: Checkpoint, run: str | Path, *, arguments: str, dtype: str, adapted: int = 0,
-    lacks: Mapping[str, int] | None = None,
-) -> str:  # fmt: skip
+def model_card(checkpoint: Checkpoint, run: str | Path, *, arguments: str, dtype: str, adapted: int = 0) -> str:
     """The text of README.md: front matter as the hub reads it, tables, and the lines that load it.
 
     `arguments` of `from_pretrained` load it, as Python: `"me/it"`. `adapted`: parameters of an adapter, 0 for a model.
-    `lacks`: counts of layers of the base model that the config no longer declares.
     Unknown entries are left out, except the licence: the base model's if its folder states one, else unknown. Files are
     named without their folders.
     """
@@ -70,20 +66,10 @@ def model_card(
         arguments=arguments,
     )  # fmt: skip
     terms = f"Licence of the base model: {licence}. The terms" if licence else "Licence: unknown. Those"
-    without = "".join(f"{line}.\n\n" for line in lacking(lacks or {}))
     return (
         f"{_front(front)}\n# {title}\n\n{_TRAINED}\n\n{load}\n{_table(('', ''), rows.items())}\n"
-        f"{_curve(checkpoint, run)}{without}{terms} {_APPLY}\n"
+        f"{_curve(checkpoint, run)}{terms} {_APPLY}\n"
     )
-
-
-def lacking(lacks: Mapping[str, int]) -> list[str]:
-    """A line for each count of layers that an export lacks, and its config no longer declares."""
-    return [
-        f"{key} is 0 in its config.json, and was {count}: layers that predict further tokens are not trained, and "
-        "not in the weights"
-        for key, count in lacks.items()
-    ]
 
 
 def merged_card(old: str, new: str) -> str:

@@ -23,6 +23,7 @@ from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.push import Pushed
 from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
 from fivefold.core.errors import UserError
+from fivefold.core.files import writing
 from fivefold.core.hub import Repository
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, load_model_config
@@ -47,11 +48,6 @@ class Exported:
     push: Pushed | None = None
     check: MergeCheck | None = None  # only for a merged adapter
     lacks: Mapping[str, int] = field(default_factory=dict)  # counts of layers that the config no longer declares
-
-    @property
-    def pushed(self) -> str | None:
-        """Its address on the hub."""
-        return self.push.address if self.push else None
 
 
 def export(
@@ -80,7 +76,8 @@ def export(
     if best and step is not None:
         raise UserError(f"the best step and step {step} are both asked for", fix="leave one out")
     checkpoint = find_checkpoint(run, best_step(run) if best else step)
-    out = out.resolve() if out.is_symlink() else out  # the folder is replaced, not the link
+    with writing(out, instead="name another folder"):  # its name may be too long to look at
+        out = out.resolve() if out.is_symlink() else out  # the folder is replaced, not the link
     if push is None:
         return _export(checkpoint, run, out, f'"{out.name}"', dtype, force, merge, room, file_bytes)
     hub.check(push)  # before a large model is written
@@ -111,7 +108,7 @@ def _export(
         _check_free(out, force)
         source, check = beside.merged(known.stored, room)
     files = checkpoint.model_files()
-    card = model_card(checkpoint, run, arguments=arguments, dtype=_name(target), lacks=known.lacks)
+    card = model_card(checkpoint, run, arguments=arguments, dtype=_name(target))
     size = write_folder(source, out, {**files, CARD: card.encode()}, known, force=force, file_bytes=file_bytes)
     parameters = sum(prod(source.shape(name)) for name in source.ordered if name not in known.buffers)
     return Exported(out, checkpoint.manifest.step, parameters, size, target, check=check, lacks=known.lacks)
@@ -218,6 +215,15 @@ def known_of(config: Any, dtype: torch.dtype) -> Known:
         return Known(dtype, *hf_internals.saved_as(model), stored_buffers(model), types, lacks)
     except UserError:  # a class that is registered only in the training process
         return Known(dtype)
+
+
+def lacking(lacks: Mapping[str, int]) -> list[str]:
+    """A line for each count of layers that an export lacks, and its config no longer declares."""
+    return [
+        f"{key} is 0 in its config.json, and was {count}: layers that predict further tokens are not trained, and "
+        "not in the weights"
+        for key, count in lacks.items()
+    ]
 
 
 def _write_weights(source: WholeTensors, folder: Path, file_bytes: int, known: Known) -> int:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from fivefold.checkpoint import model_folder
 from fivefold.checkpoint.adapter_export import write_peft
-from fivefold.checkpoint.card import lacking
-from fivefold.checkpoint.export import known_of, write_folder
+from fivefold.checkpoint.export import known_of, lacking, write_folder
 from fivefold.checkpoint.save import OwnedSlice, collect, on_first_rank
 from fivefold.checkpoint.whole_tensors import export_dtype
 from fivefold.core.hub import is_hub_id

@@ -4,7 +4,6 @@ A repository contains after a push what was pushed: the commit removes every fil
 export lacks. Files of others stay, and so does what others wrote into the model card.
 """
 
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,7 +11,6 @@ from functools import cache
 from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import quote
 
 import yaml
 from huggingface_hub import (
@@ -28,7 +26,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import utils
 
 from fivefold.checkpoint.card import CARD, merged_card
-from fivefold.core.errors import UserError
+from fivefold.core.errors import UserError, first_line
 from fivefold.core.hub import SECONDS, Repository
 from fivefold.core.text import listed
 from fivefold.data.tokenizer import TOKENIZER_FILES
@@ -86,7 +84,7 @@ def check(to: Repository) -> None:
 
 def push(to: Repository, folder: Path, files: Collection[str], message: str) -> Pushed:
     """Upload `files` of `folder` in one commit. Creates the repository and the branch where they do not exist. Raises
-    `UserError` with the reason; the repository is then as it was."""
+    `UserError` with the reason; the repository is then as it was, unless the error says that this is not known."""
     with to.errors(f"; {folder} is complete"):
         for attempt in count(1):
             branch = _opened(HfApi(), to)
@@ -100,18 +98,26 @@ def push(to: Repository, folder: Path, files: Collection[str], message: str) -> 
 
 def _commit(api: HfApi, to: Repository, branch: _Branch, folder: Path, files: Collection[str], message: str) -> Pushed:
     """Replace the files of an earlier model by `files`. Raises an error of the hub if `branch` is not the newest."""
-    old = _of_models(branch.files) | (_mixed(branch.files) if to.replace else set())
+    old = _of_models(branch.files)
     removed, others = sorted(old - set(files)), sorted(branch.files - old - {*files, _HUBS_OWN})
     ours = (folder / CARD).read_text(encoding="utf-8")
     card = merged_card(branch.card, ours)
     added = [CommitOperationAdd(name, str(folder / name)) for name in sorted(files) if name != CARD]
     added.append(CommitOperationAdd(CARD, card.encode()))
-    if ".gitignore" in branch.files:  # otherwise what it lists is left out without an error
-        api.preupload_lfs_files(to.name, added, revision=to.revision, gitignore_content="#", free_memory=False)
-    api.create_commit(
-        to.name, [*(CommitOperationDelete(path, is_folder=False) for path in removed), *added],
-        commit_message=message, revision=to.revision, parent_commit=branch.commit,
-    )  # fmt: skip
+    # Without a text of our own, what a .gitignore of the repository lists is left out without an error.
+    api.preupload_lfs_files(to.name, added, revision=to.revision, gitignore_content="#", free_memory=False)
+    removals = [CommitOperationDelete(path, is_folder=False) for path in removed]
+    try:
+        api.create_commit(
+            to.name, [*removals, *added], commit_message=message, revision=to.revision, parent_commit=branch.commit
+        )
+    except Exception as error:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+            raise
+        raise UserError(
+            f"{to.name} may have been pushed or not: the hub did not say ({first_line(error)}); {folder} is complete",
+            fix="look at the commits on its page; if it is not there, run it again with --force",
+        ) from error
     place = f"/tree/{to.revision}" if to.revision else ""
     kept = (*others, *([f"what others wrote into {CARD}"] if card != ours else []))
     return Pushed(f"{api.endpoint}/{to.name}{place}", kept, tuple(removed), branch.commit)
@@ -119,9 +125,8 @@ def _commit(api: HfApi, to: Repository, branch: _Branch, folder: Path, files: Co
 
 def _opened(api: HfApi, to: Repository) -> _Branch:
     """The branch to push to, created if it does not exist."""
-    if _info(api, to.name) is None:
-        api.create_repo(to.name, private=not to.public)
-    if to.revision and _info(api, to.name, to.revision) is None:
+    api.create_repo(to.name, private=not to.public, exist_ok=True)
+    if to.revision:
         api.create_branch(to.name, branch=to.revision, exist_ok=True)
     branch = _read(api, to)
     assert branch is not None, "the hub has what it created"
@@ -131,14 +136,12 @@ def _opened(api: HfApi, to: Repository) -> _Branch:
 
 def _read(api: HfApi, to: Repository) -> _Branch | None:
     """The branch as it is; None if the hub shows no such repository."""
-    info = _info(api, to.name)
-    if info is None:
+    main = _info(api, to.name)
+    if main is None:
         return None
-    branch = _info(api, to.name, to.revision) if to.revision else None
-    at = to.revision if branch else None
-    files = frozenset(api.list_repo_files(to.name, revision=at))
-    card = _card(api, to.name, at or "main") if CARD in files else ""
-    return _Branch((branch or info).sha, files, card, bool(info.private))
+    branch = (to.revision and _info(api, to.name, to.revision)) or main
+    files = frozenset(file.rfilename for file in branch.siblings)
+    return _Branch(branch.sha, files, _card(api, to.name, branch.sha) if CARD in files else "", bool(main.private))
 
 
 def _info(api: HfApi, name: str, revision: str | None = None) -> Any:
@@ -150,9 +153,9 @@ def _info(api: HfApi, name: str, revision: str | None = None) -> Any:
         return None
 
 
-def _card(api: HfApi, name: str, revision: str) -> str:
-    """The newest model card of a branch, past the cache. Raises `UserError` if an export's cannot be merged into it."""
-    url, token = f"{api.endpoint}/{name}/resolve/{quote(revision, safe='')}/{CARD}", get_token()
+def _card(api: HfApi, name: str, commit: str) -> str:
+    """The model card of a commit. Raises `UserError` if an export's cannot be merged into it."""
+    url, token = f"{api.endpoint}/{name}/resolve/{commit}/{CARD}", get_token()
     response = get_session().get(url, headers={"Authorization": f"Bearer {token}"} if token else {}, timeout=SECONDS)
     hf_raise_for_status(response)
     return _text(name, response.content)
@@ -170,17 +173,14 @@ def _text(name: str, card: bytes) -> str:
 
 def _check_token(api: HfApi, to: Repository, *, exists: bool) -> None:
     """Raise an error if the token must not write. What a hub does not answer shows at the upload."""
-    role = ""
     try:
         if exists:
             api.auth_check(to.name, write=True)
-        else:
-            role = api.whoami().get("auth", {}).get("accessToken", {}).get("role")
+        elif api.whoami().get("auth", {}).get("accessToken", {}).get("role") == "read":
+            raise UserError(f"{to.name} was not pushed: the token may only read", fix="log in with one that may write")
     except HfHubHTTPError as error:
         if error.response.status_code in (401, 403):
             raise
-    if role == "read":
-        raise UserError(f"{to.name} was not pushed: the token may only read", fix="log in with one that may write")
 
 
 def _check(to: Repository, branch: _Branch) -> None:
@@ -191,12 +191,11 @@ def _check(to: Repository, branch: _Branch) -> None:
             f"{to.name} is {is_now}, and a push does not change that",
             fix=f"make it {asked} in its settings on the hub, name a new repository, or leave out --{asked}",
         )
-    mixed = _mixed(branch.files)
-    if mixed and not to.replace:
+    if mixed := _mixed(branch.files):
         raise UserError(
             f"{to.name} has files of another model, which programs read in place of the pushed one or with it: "
             f"{listed(sorted(mixed), _MOST)}",
-            fix="push to another repository or branch; --replace (replace=True) removes them",
+            fix="push to another repository or branch, or remove them there first",
         )
 
 
@@ -205,7 +204,7 @@ def _check(to: Repository, branch: _Branch) -> None:
 
 def _of_models(files: Iterable[str]) -> set[str]:
     """The files that `transformers` or `peft` read of a folder: weights, configs, tokenizers, processors, templates."""
-    return {path for path in files if _of_transformers().fullmatch(path) or _matches(path, TOKENIZER_FILES)}
+    return {path for path in files if _matches(path, _names())}
 
 
 def _mixed(files: Iterable[str]) -> set[str]:
@@ -219,15 +218,13 @@ def _mixed(files: Iterable[str]) -> set[str]:
 
 
 @cache
-def _of_transformers() -> re.Pattern[str]:
-    """Paths of the files that have a name in `transformers`, in all forms of weights: shards, variants and indexes."""
-    patterns = [rf"{utils.CHAT_TEMPLATE_DIR}/.+"]
-    for name in {*hf_internals.file_names(), constants.TF2_WEIGHTS_NAME, constants.FLAX_WEIGHTS_NAME}:
-        stem, _, kind = name.rpartition(".")
-        forms = r"(\.\w+)?(-\d+-of-\d+)?(\.\w+)?" if kind in ("safetensors", "bin", "h5", "msgpack") else ""
-        index = r"(\.index(\.\w+)?\.json)?" if forms else ""
-        patterns += [rf"{re.escape(stem)}{forms}\.{kind}{index}"] if stem else []
-    return re.compile("|".join(patterns))
+def _names() -> tuple[str, ...]:
+    """Patterns of these files; of weights also the shards, variants and indexes."""
+    names = {*hf_internals.file_names(), constants.TF2_WEIGHTS_NAME, constants.FLAX_WEIGHTS_NAME}
+    stems = [name.rpartition(".")[::2] for name in names if name.endswith((".safetensors", ".bin", ".h5", ".msgpack"))]
+    weights = [f"{stem}{form}.{kind}" for stem, kind in stems for form in ("", ".*", "-?????-of-?????*")]
+    indexes = [f"{each}.index*.json" for each in weights]
+    return (*TOKENIZER_FILES, f"{utils.CHAT_TEMPLATE_DIR}/*", *names, *weights, *indexes)
 
 
 def _matches(path: str, patterns: Iterable[str]) -> bool:

@@ -285,8 +285,7 @@ def collect(
             yield from _in_common(outer, name)
         if weight is None or name not in stored or not placement.is_owner(name, within_copy=outer.is_on):
             continue
-        state = optimizer.state.get(parameter, {}) if optimizer else {}
-        for kind, tensor in {WEIGHT: weight, **_per_element(state)}.items():
+        for kind, tensor in {WEIGHT: weight, **_per_element(_state(optimizer, parameter))}.items():
             _check_type(kind, name, tensor)
             if length := numbers_each(tensor.shape, parameter.shape, is_scale=kind.endswith(SCALE)):
                 shape = by_block(placement.shards[name].shape, length)
@@ -325,6 +324,10 @@ def _in_common(outer: OuterSteps, name: str) -> Iterator[OwnedSlice]:
 
 def _whole(placement: Placement, kind: str, name: str, tensor: Tensor) -> OwnedSlice:
     return OwnedSlice(kind, name, tuple(tensor.shape), (0,) * tensor.ndim, tensor, Cut(), placement.rank)
+
+
+def _state(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) -> Mapping[str, Any]:
+    return optimizer.state.get(parameter, {}) if optimizer else {}
 
 
 def _per_element(state: Mapping[str, Any]) -> dict[str, Tensor]:

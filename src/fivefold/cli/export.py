@@ -54,9 +54,6 @@ def export(
     public: Annotated[
         bool, typer.Option("--public", help="Make a new repository public, and refuse a private one.")
     ] = False,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Remove files of another model from the repository, such as GGUF.")
-    ] = False,
     revision: Annotated[
         str | None, typer.Option(metavar="BRANCH", help="Branch to push to. Default: the main one.", show_default=False)
     ] = None,
@@ -69,11 +66,11 @@ def export(
     Example: fivefold export runs/demo my-model
     """
     imported("fivefold.checkpoint.export")
-    from fivefold.checkpoint.card import lacking
     from fivefold.checkpoint.export import export as export_run
+    from fivefold.checkpoint.export import lacking
     from fivefold.launch.memory import room
 
-    free, to = room(), repository(push, private=private, revision=revision, public=public, replace=replace)
+    free, to = room(), repository(push, private=private, revision=revision, public=public)
     done = export_run(
         run, out, step=step, best=best, dtype=dtype.value if dtype else None, force=force, merge=merge,
         push=to, room=free.free if free else None,

@@ -11,6 +11,8 @@ from fivefold.core.errors import UserError
 
 MODEL = "model.name_or_path"
 SECONDS = 10  # timeout of the first request to the hub
+# When to push again, by the answer of the hub.
+_AGAIN = {412: "others do not commit to it", **dict.fromkeys((400, 413, 422), "that is mended")}
 
 
 def is_hub_id(name: str) -> bool:
@@ -64,14 +66,13 @@ class Repository:
     """A model repository of the hub to push to; `fivefold.checkpoint.push` does it.
 
     `private`, `public`: how others must see it; a new one is private unless `public`. `revision`: a branch, None for
-    the main one. `replace`: remove files of other models that would mix with the pushed one.
+    the main one.
     """
 
     name: str
     private: bool = False
     revision: str | None = None
     public: bool = False
-    replace: bool = False
 
     def __post_init__(self) -> None:
         if not looks_like_id(self.name):
@@ -87,28 +88,23 @@ class Repository:
     @contextmanager
     def errors(self, more: str = "") -> Iterator[None]:
         """Raise errors of the hub or its HTTP client as `UserError` with the reason, then `more`."""
+        from huggingface_hub import errors as hub
+
         try:
             yield
         except UserError:
             raise
         except Exception as error:
-            raise self._not_pushed(error, more) from error
-
-    def _not_pushed(self, error: BaseException, more: str = "") -> UserError:
-        from huggingface_hub import errors as hub
-
-        errors = list(_chain(error))
-        answers = {one.response.status_code for one in errors if isinstance(one, hub.HfHubHTTPError)}
-        if answers & {401, 403, 404} or any(isinstance(one, hub.LocalTokenNotFoundError) for one in errors):
-            what, fix = (
-                "the hub does not let you write to it",
-                "log in with a token that may: hf auth login, or HF_TOKEN",
-            )
-        else:
-            what, fix = _reason(self.name, errors)[0], "run it again when the hub answers (--force if OUT is there)"
-        if any(isinstance(one, hub.OfflineModeIsEnabled) for one in errors):
-            what, fix = "HF_HUB_OFFLINE forbids it", "unset HF_HUB_OFFLINE"
-        return UserError(f"{self.name} was not pushed: {what}{more}", fix=fix)
+            errors = list(_chain(error))
+            answers = {one.response.status_code for one in errors if isinstance(one, hub.HfHubHTTPError)}
+            when = next((_AGAIN[status] for status in answers if status in _AGAIN), "the hub answers")
+            what, fix = _reason(self.name, errors)[0], f"run it again when {when} (--force if OUT is there)"
+            if answers & {401, 403, 404} or any(isinstance(one, hub.LocalTokenNotFoundError) for one in errors):
+                what = "the hub does not let you write to it"
+                fix = "log in with a token that may: hf auth login, or HF_TOKEN"
+            if any(isinstance(one, hub.OfflineModeIsEnabled) for one in errors):
+                what, fix = "HF_HUB_OFFLINE forbids it", "unset HF_HUB_OFFLINE"
+            raise UserError(f"{self.name} was not pushed: {what}{more}", fix=fix) from error
 
 
 def repository(name: str | None, **options: Any) -> Repository | None:
@@ -116,7 +112,7 @@ def repository(name: str | None, **options: Any) -> Repository | None:
     if name is not None:
         return Repository(name, **options)
     if any(options.values()):
-        what = "private, public, replace and revision are of a repository, and none is named"
+        what = "private, public and revision are of a repository, and none is named"
         raise UserError(what, fix="name one: push org/name")
     return None
 
@@ -147,7 +143,8 @@ def _reason(name: str, errors: list[BaseException], *, besides: str = "") -> tup
             return what, fix
     for error in errors:
         if isinstance(error, hub.HfHubHTTPError):
-            return f"the hub answered {error.response.status_code}", f"try again later, or {local}"
+            words = "".join(f": {line}" for line in (error.server_message or "").splitlines()[:1])
+            return f"the hub answered {error.response.status_code}{words}", f"try again later, or {local}"
     if any(isinstance(error, OSError) or "httpx" in type(error).__module__ for error in errors):
         why = getattr(errors[-1], "strerror", None) or str(errors[-1]) or type(errors[-1]).__name__
         return f"the Hugging Face hub cannot be reached ({why}){besides}", local

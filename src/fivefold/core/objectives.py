@@ -12,20 +12,16 @@ class ObjectiveFacts:
     answer counts by the mean over its tokens, not by the sum. `is_rated`: single answers are rated, and compared with
     how much likelier answers to other prompts became."""
 
-    name: str
     needs_reference: bool
     uses_means: bool
     is_rated: bool = False
 
 
 OBJECTIVES: dict[str, ObjectiveFacts] = {
-    facts.name: facts
-    for facts in (
-        ObjectiveFacts(name="dpo", needs_reference=True, uses_means=False),
-        ObjectiveFacts(name="ipo", needs_reference=True, uses_means=True),
-        ObjectiveFacts(name="orpo", needs_reference=False, uses_means=True),
-        ObjectiveFacts(name="simpo", needs_reference=False, uses_means=True),
-        ObjectiveFacts(name="kto", needs_reference=True, uses_means=False, is_rated=True),
-    )
+    "dpo": ObjectiveFacts(needs_reference=True, uses_means=False),
+    "ipo": ObjectiveFacts(needs_reference=True, uses_means=True),
+    "orpo": ObjectiveFacts(needs_reference=False, uses_means=True),
+    "simpo": ObjectiveFacts(needs_reference=False, uses_means=True),
+    "kto": ObjectiveFacts(needs_reference=True, uses_means=False, is_rated=True),
 }
 OF_TEXTS = ("sft", "distill", "python")  # objectives without answers

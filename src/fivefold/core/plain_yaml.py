@@ -34,24 +34,12 @@ class NotPlain(ValueError):
         self.node = node
 
 
-class _Shallow(yaml.SafeLoader):
-    """Stops at the first node that is too deep: the scanner's time grows with the square of the depth."""
-
-    _depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self._depth > MOST_DEPTH:  # collections: `Builder` says so of the outermost one that is too deep
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem=f"it is nested more than {MOST_DEPTH} deep", problem_mark=mark)
-        self._depth += 1
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
-
-
 def compose(text: str | TextIO) -> yaml.Node | None:
     """Parse YAML text to nodes; None for an empty text. Raises `yaml.YAMLError`."""
-    return yaml.compose(text, Loader=_Shallow)
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        raise yaml.YAMLError(f"it is nested more than {MOST_DEPTH} deep") from None
 
 
 @dataclass

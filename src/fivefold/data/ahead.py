@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from fivefold.config import RunConfig
@@ -148,7 +147,7 @@ def _tokenise(todo: Sequence[tuple[Units, int]], workers: int, progress: Progres
 
 @contextmanager
 def _processes(workers: int, sources: Sequence[Units]) -> Iterator[list[Any]]:
-    """Connections to processes that tokenise. They end with this one, however it ends.
+    """Connections to processes that tokenise. They end with this one, or after their unit if it is killed.
 
     No pool of the standard library: its queues are named semaphores, which stay in /dev/shm when all of its processes
     are killed at once.
@@ -181,7 +180,6 @@ def _serve(asked: Any, sources: Sequence[Units]) -> None:
     """Tokenise the units that the parent names, and answer with the error of each, if there is one."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a core for each process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    Thread(target=_end_with_parent, daemon=True).start()
     with suppress(EOFError, ConnectionError):  # the parent has ended
         while True:
             source, number = asked.recv()
@@ -191,10 +189,3 @@ def _serve(asked: Any, sources: Sequence[Units]) -> None:
             except Exception as error:
                 failed = error
             asked.send(failed)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a process of the pool has a parent"
-    parent.join()
-    os._exit(1)

@@ -40,12 +40,14 @@ _QUOTED = re.compile(f"""["']{PROBE}.?["']""")  # in a list, as Python or JSON w
 @dataclass(frozen=True)
 class ChatTemplate:
     """`source`: the Jinja text, or several by name. `special`: names of special tokens -> their text. `name`: for
-    messages. `tokens`: the texts of added tokens, which may end an answer."""
+    messages. `tokens`: the texts of added tokens, which may end an answer. `stops`: those at which its
+    model's generation config says to stop."""
 
     source: str | Mapping[str, str] = CHATML
     special: Mapping[str, str] = field(default_factory=dict)
     name: str = BUILT_IN
     tokens: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
 
     def text(self, tools: Sequence[Any] | None = None) -> str:
         """The Jinja text for a conversation with these tools. Raises `UserError` if none of several fits."""
@@ -97,8 +99,6 @@ class ChatTemplate:
         those of the last; None if the template does not take a conversation of two questions."""
         try:
             text, spans = self.answers([{"role": role, "content": "ok"} for role in ("user", "assistant")] * 2)
-        except Endless:
-            raise
         except UserError:
             return None
         early, last = (text[spans[at][0][0] : spans[at][-1][1]].rpartition("ok")[2].strip() for at in (1, 3))
@@ -106,18 +106,11 @@ class ChatTemplate:
 
     def remarks(self) -> Iterator[str]:
         """Lines about answers whose end is not trained, or is no token, or the marker of another turn."""
-        try:
-            early, last = self.ends or ("unknown", "")
-        except Endless:  # which other conversations need not be
-            return
-        if not early and _ENCLOSES.search(self.text()):
-            yield f"no end of an answer is trained: {self.name} has it outside of {{% generation %}}; put it inside"
-        elif not early:
-            yield (
-                f"of a conversation only the last answer's end is trained: {self.name} ends the others by no token; "
-                "write {{ eos_token }} behind each answer in it"
-            )
-        elif self.ends and not last.startswith(early):
+        early, last = self.ends or ("unknown", "")
+        if not early:
+            how = "put it into {% generation %}" if _ENCLOSES.search(self.text()) else "write {{ eos_token }} there"
+            yield f"the end of an answer that another turn follows is not trained: {self.name} writes none; {how}"
+        elif self.ends and not last.startswith(early) and early not in self.stops:
             marker, unlike = ("", ", unlike the last") if last else ("the marker of the next turn, ", "")
             yield (
                 f"{self.name} ends an answer by {marker}{early}{unlike}: a server stops there if eos_token_id in "

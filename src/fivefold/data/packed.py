@@ -44,27 +44,27 @@ def documents_in(
     for kind, values in given.values():
         if kind in (_MASK, _NUMBERS):
             real_T &= ~_padding(values, counts_from_0=kind == _NUMBERS)
-    document = _agreed(given, real_T, where)
-    places = np.split(np.flatnonzero(real_T), np.flatnonzero(np.diff(document)) + 1)
+    begins = _agreed(given, real_T, where)
+    places = np.split(np.flatnonzero(real_T), np.flatnonzero(begins) + 1)
     names = [f"{where}, document {number:,}" for number in range(1, len(places) + 1)] if len(places) > 1 else [where]
     is_packed = len(places) > 1 or any(kind in LISTS for kind, _ in given.values())
     return list(map(_place, names, places)), is_packed
 
 
-def _agreed(given: Mapping[str, tuple[str, NDArray[np.integer]]], real_T: Bools, where: str) -> Int64s:
-    """The document of each real token, int64 [real tokens], which all columns agree on."""
-    agreed, by = np.zeros(int(real_T.sum()), np.int64), ""
+def _agreed(given: Mapping[str, tuple[str, NDArray[np.integer]]], real_T: Bools, where: str) -> Bools:
+    """A mask of the real tokens, without the first, at which a document begins: all columns agree on it."""
+    agreed, by = np.zeros(max(0, int(real_T.sum()) - 1), np.bool_), ""
     for name, (kind, values) in given.items():
         if kind == _MASK and values.max(initial=0) <= 1:
             continue
-        document = (_of_list if kind in LISTS else _of_tokens)(name, kind, values, real_T, where)
-        if by and (document != agreed).any():
-            at = int(np.flatnonzero(real_T)[int((document != agreed).argmax())])
+        begins = (_of_list if kind in LISTS else _of_tokens)(name, kind, values, real_T, where)
+        if by and (begins != agreed).any():
+            at = int(np.flatnonzero(real_T)[int((begins != agreed).argmax()) + 1])
             raise UserError(
                 f"{where}: {by} and {name} bound other documents, from token {at + 1:,} on",
                 fix="leave out the column that is wrong", more=_MORE,
             )  # fmt: skip
-        agreed, by = document, name
+        agreed, by = begins, name
     return agreed
 
 
@@ -82,11 +82,12 @@ def _padding(values: NDArray[np.integer], *, counts_from_0: bool) -> Bools:
     return np.asarray(values < 0 if counts_from_0 and values[values >= 0][:1].tolist() == [0] else values <= 0)
 
 
-def _of_tokens(name: str, kind: str, values: NDArray[np.integer], real_T: Bools, where: str) -> Int64s:
-    """The documents, numbered from 0, of the real tokens by a column with a number for each token: a position in the
-    document, or the number of the document."""
+def _of_tokens(name: str, kind: str, values: NDArray[np.integer], real_T: Bools, where: str) -> Bools:
+    """Where documents begin by a column with a number for each token: a position in the document, or the number of the
+    document."""
     numbers = values[real_T].astype(np.int64)
-    starts = np.flatnonzero(np.diff(numbers) != (kind == _POSITIONS)) + 1
+    begins = np.diff(numbers) != (kind == _POSITIONS)
+    starts = np.flatnonzero(begins) + 1
     first = numbers[starts]
     is_odd, rule = first != 0, "positions count from 0 in each document"
     if kind != _POSITIONS:
@@ -97,12 +98,10 @@ def _of_tokens(name: str, kind: str, values: NDArray[np.integer], real_T: Bools,
         at = int(starts[int(is_odd.argmax())])
         place = int(np.flatnonzero(real_T)[at]) + 1
         raise _odd(f"{where}: {name} goes from {numbers[at - 1]} to {numbers[at]} at token {place:,}", rule, name)
-    begins = np.zeros(len(numbers), np.int64)
-    begins[starts] = 1
-    return np.asarray(np.cumsum(begins))
+    return np.asarray(begins)
 
 
-def _of_list(name: str, kind: str, values: NDArray[np.integer], real_T: Bools, where: str) -> Int64s:
+def _of_list(name: str, kind: str, values: NDArray[np.integer], real_T: Bools, where: str) -> Bools:
     """The same by a list: the lengths of the documents, their edges, or their first tokens."""
     tokens, real, given = len(real_T), np.flatnonzero(real_T), values.astype(np.int64)
     edges = np.concatenate([[0], np.cumsum(given)]) if kind == _LENGTHS else given
@@ -111,7 +110,7 @@ def _of_list(name: str, kind: str, values: NDArray[np.integer], real_T: Bools, w
     if not is_whole or (np.diff(edges) < 0).any():
         what = "the lengths of documents" if kind == _LENGTHS else "places of documents, from 0 on"
         raise _odd(f"{where}: {name} is {str(given.tolist())[:60]}, of {tokens:,} tokens", f"they are {what}", name)
-    return np.unique(np.searchsorted(edges, real, "right"), return_inverse=True)[1].astype(np.int64)
+    return np.asarray(np.diff(np.searchsorted(edges, real, "right")) != 0)
 
 
 def _odd(what: str, rule: str, name: str) -> UserError:

@@ -303,6 +303,7 @@ def _open(
         index, number = RowIndex.load(folder / side), RowCounts(**counts[side])
         return PackedRows(index, stores, number, tuple(pools), plan.seq_length, tokenizer.eos_token_id, seed)
 
+    stores = (*plan.stores, *plan.held)
     pools = [Pool(weight, *numbers) for weight, numbers in zip(plan.pool_weights, counts["pools"], strict=True)]
     train, validation = rows("train", plan.stores, pools), None
     if side := counts["validation"]:
@@ -313,10 +314,7 @@ def _open(
         train=train,
         validation=validation or None,  # None if it has no rows
         counts=DataCounts(
-            files=sum(len(one.files) for one in (*files, *held)),
-            files_left_out=sum(len(one.left_out) for one in (*files, *held)),
-            documents=sum(store.meta.documents for store in (*plan.stores, *plan.held)),
-            tokens=sum(store.meta.tokens for store in (*plan.stores, *plan.held)),
+            **_reports((*files, *held), tokenizer, stores, [vars(store.meta) for store in stores]),
             seq_length=plan.seq_length,
             train=train.counts,
             sources=plan.sources(counts["sources"], files),
@@ -324,17 +322,28 @@ def _open(
             validation_asked=bool(plan.held) or plan.fraction > 0,
             repeated=counts["repeated"],
             fraction=plan.fraction,
-            bos=_bos_line(tokenizer, (*plan.stores, *plan.held)),
-            tokenizer=_remarks(tokenizer, (*plan.stores, *plan.held)),
-            columns=tuple(store.meta.columns for store in (*plan.stores, *plan.held) if store.meta.columns),
-            ids=tuple(store.meta.ids for store in (*plan.stores, *plan.held) if store.meta.ids),
-            answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
             held=tuple(one.name for one in held),
-            odd=tuple(store.meta.odd for store in (*plan.stores, *plan.held) if store.meta.odd),
         ),
         fingerprint=plan.key,
         files={name: digest for one in (*files, *held) for name, digest in one.named.items()},
     )
+
+
+def _reports(
+    files: Sequence[FileList], tokenizer: TokenizerInfo, stores: Stores, metas: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Fields of `DataCounts` that do not depend on the rows: of `files`, their tokens in `stores`, and the reports of
+    `metas`, fields of `StoreMeta`."""
+    return {
+        "files": sum(len(one.files) for one in files),
+        "files_left_out": sum(len(one.left_out) for one in files),
+        "documents": sum(store.meta.documents for store in stores),
+        "tokens": sum(store.meta.tokens for store in stores),
+        "bos": _bos_line(tokenizer, stores),
+        "tokenizer": _remarks(tokenizer, stores),
+        "answers_alone": tuple(line for meta in metas for line in meta["answers_alone"]),
+        **{kind: tuple(meta[kind] for meta in metas if meta[kind]) for kind in ("columns", "ids", "odd")},
+    }
 
 
 def _streamed(
@@ -351,6 +360,9 @@ def _streamed(
                 fix="set data.streaming: false",
             )
     units = tuple(Units.begin(files, tokenizer, root, streamed=True) for files in train)
+    for source in units:  # no file is read whole, so their sizes and times stand for them
+        stamps = zip(source.files.files, source.state, strict=True)
+        source.files.known.update({path: f"{size:,} bytes of {time}" for (path, _), (_, size, time, *_) in stamps})
     rows = StreamedRows(
         config, units, root=root, tokenizer=tokenizer, say=say, progress=progress,
         check=lambda files, store: _check_objective(config, [(files, store)]),
@@ -360,20 +372,14 @@ def _streamed(
     held = _held_rows(stores, rows, root, say) if stores else rows.held_out()
     first = rows.sample
     _check_rows(first.counts, data.seq_length)
-    read = [
-        *settings_of(units, rows.first),
-        *((store.meta.ids, store.meta.columns, store.meta.answers_alone, store.meta.odd) for store in stores),
-    ]
+    metas = [*settings_of(units, rows.first), *(vars(store.meta) for store in stores)]
     total = sum(len(source.units) for source in units)
     return PreparedData(
         tokenizer=tokenizer,
         train=rows,
         validation=held or None,
         counts=DataCounts(
-            files=sum(len(one.files) for one in (*train, *validation)),
-            files_left_out=sum(len(one.left_out) for one in (*train, *validation)),
-            documents=sum(store.meta.documents for store in (*first.stores, *stores)),
-            tokens=sum(store.meta.tokens for store in (*first.stores, *stores)),
+            **_reports((*train, *validation), tokenizer, (*first.stores, *stores), metas),
             seq_length=data.seq_length,
             train=first.counts,
             sources=(),
@@ -381,17 +387,12 @@ def _streamed(
             validation_asked=bool(data.validation),
             repeated=0,
             fraction=0.0 if stores else float(data.validation),  # type: ignore[arg-type]
-            bos=_bos_line(tokenizer, (*first.stores, *stores)),
-            tokenizer=_remarks(tokenizer, (*first.stores, *stores)),
-            columns=tuple(columns for _, columns, _, _ in read if columns),
-            ids=tuple(ids for ids, _, _, _ in read if ids),
-            answers_alone=tuple(line for _, _, alone, _ in read for line in alone),
-            odd=tuple(odd for _, _, _, odd in read if odd),
             streamed=f"{', '.join(one.name for one in train)}: {many(total, 'unit')} of text in "
             f"{many(rows.order.windows, 'window')}; of the first window:",
             held=tuple(one.name for one in validation),
         ),
         fingerprint=key_of(rows.fingerprint, [[store.meta.content, store.meta.tokenizer] for store in stores]),
+        files={name: digest for one in (*train, *validation) for name, digest in one.named.items()},
     )
 
 

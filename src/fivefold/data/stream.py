@@ -232,9 +232,7 @@ class StreamedRows(RowSource):
                 self._filler.write(f"{line}\n".encode())
 
 
-def settings_of(
-    sources: Sequence[Units], units: Sequence[tuple[int, int]]
-) -> list[tuple[str, str, tuple[str, ...], str]]:
+def settings_of(sources: Sequence[Units], units: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     """The result of `Units.described` for each source with one of `units`."""
     numbers = {at: [number for source, number in units if source == at] for at in dict.fromkeys(at for at, _ in units)}
     return [sources[at].described(of_source) for at, of_source in numbers.items()]

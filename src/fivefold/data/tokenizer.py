@@ -39,11 +39,12 @@ Bos = Literal["auto"] | bool  # `data.bos`
 EOS = "<|endoftext|>"
 _BYTES = 256
 _TRAIN_VERSION = 2  # raise when the result of `train:N` changes
-_READ_VERSION = 2  # raise when the cached facts of a folder change
+_READ_VERSION = 3  # raise when the cached facts of a folder change
 _SAMPLE_CHARACTERS = 4_000_000  # a byte-level BPE of some thousand entries changes little after that
 _SAMPLE_FILES = 2048
 _CHECKSUMS = "checksums.json"  # checksums of the files of a cached folder
 _FILE, _CONFIG = tokenizer_probe.TOKENIZER, "config.json"
+_SETTINGS = (_CONFIG, tokenizer_probe.GENERATION)  # of the model, which are read with its tokenizer
 _VOCABULARIES = (
     "tokenizer.json", "tokenizer.*.json", "tokenizer.model*", "*.model", "*.spm", "*.tiktoken", "tekken.json", "vocab*",
     "merges.txt", "bpe.codes", "dict.txt",
@@ -264,7 +265,7 @@ def _folder_of(name: str, *, auto: bool) -> Path:
             what = f"the model {name!r} comes without a tokenizer" if auto else f"no folder {name!r}"
             raise _no_tokenizer(what, auto)
         # Requested even if there is a local copy, which may lack the templates.
-        folder = snapshot(name, [*TOKENIZER_FILES, _CONFIG], key=MODEL if auto else "tokenizer.name_or_path")
+        folder = snapshot(name, [*TOKENIZER_FILES, *_SETTINGS], key=MODEL if auto else "tokenizer.name_or_path")
     if not tokenizer_files(folder, _VOCABULARIES):
         where = f"{name!r} on the hub" if is_hub_id(name) else folder
         raise _no_tokenizer(f"{where} holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...)", auto)
@@ -279,7 +280,7 @@ def _no_tokenizer(what: str, auto: bool) -> UserError:
 def _inspect(folder: Path, root: Path, hub_id: str) -> TokenizerInfo:
     """The result of `AutoTokenizer` for a folder, cached by its files' contents and the versions of the libraries.
     `hub_id`: the hub id that the folder is a copy of, or ""."""
-    files = tokenizer_files(folder, [*TOKENIZER_FILES, _CONFIG])
+    files = tokenizer_files(folder, [*TOKENIZER_FILES, *_SETTINGS])
     for file in files:
         if (size := file.stat().st_size) > _MOST_BYTES:
             raise _not_a_tokenizer(file, f"{size:,} bytes, and at most {_MOST_BYTES:,} are read")
@@ -307,9 +308,12 @@ def _inspect(folder: Path, root: Path, hub_id: str) -> TokenizerInfo:
         bos=facts["bos"] if facts["bos"].isprintable() else repr(facts["bos"]),
         saved=read,
         splits_special=facts["splits_special"],
-        template=ChatTemplate(special=facts["special"], tokens=tuple(facts["ends"]))
-        if templates is None
-        else ChatTemplate(templates, facts["special"], f"the chat template of {folder}", tuple(facts["ends"])),
+        template=replace(
+            ChatTemplate() if templates is None else ChatTemplate(templates, name=f"the chat template of {folder}"),
+            special=facts["special"],
+            tokens=tuple(facts["ends"]),
+            stops=tuple(facts["stops"]),
+        ),
         kind=facts["class"],
         overrules=facts["overrules"],
     )

@@ -12,11 +12,13 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 TOKENIZER, FACTS, _CONFIG = "tokenizer.json", "facts.json", "tokenizer_config.json"
+GENERATION = "generation_config.json"
 MOST_TOKENS_A_CHARACTER = 100  # multi-byte characters and a template's special tokens stay far below
 _SAMPLE = "".join(map(chr, range(32, 127))) + "\n\t é漢字🙂  Ａ ﬁ\r\n 12345 don't "
 
@@ -62,12 +64,21 @@ def read(folder: str, out: str, hub_id: str = "") -> str | None:
         "special": read.special_tokens_map,
         # BOS begins texts, and ends no answer.
         "ends": [token for token in added if token.strip() and token not in {read.bos_token} - {read.eos_token}],
+        "stops": [tokenizer.id_to_token(number) for number in _named(Path(folder, GENERATION))],
         "chat_template": templates,
     }
     read.save_pretrained(out)
     _restore_settings(Path(folder, _CONFIG), Path(out, _CONFIG))
     Path(out, FACTS).write_text(json.dumps(facts), encoding="utf-8")
     return None
+
+
+def _named(file: Path) -> list[int]:
+    """The end tokens that a config of the model names."""
+    named: Any = None
+    with suppress(OSError, ValueError, AttributeError):  # the model's reader says what is wrong with it
+        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    return [number for number in (named if isinstance(named, list) else [named]) if isinstance(number, int)]
 
 
 def _config_of(folder: str, hub_id: str) -> Any:
@@ -102,12 +113,8 @@ def template_ids(tokenizer: Any) -> tuple[int, ...]:
 
 def _eos(read: Any, folder: str) -> int | None:
     """The EOS of the tokenizer, else the first that the model's config names."""
-    config = Path(folder) / "config.json"
-    if read.eos_token_id is not None or not config.is_file():
-        return read.eos_token_id  # type: ignore[no-any-return]
-    named = json.loads(config.read_text(encoding="utf-8")).get("eos_token_id")
-    first = named[0] if isinstance(named, list) and named else named
-    return first if isinstance(first, int) else None
+    named = next(iter(_named(Path(folder, "config.json"))), None)
+    return named if read.eos_token_id is None else read.eos_token_id
 
 
 def _own(file: Path) -> Any:

@@ -179,9 +179,9 @@ class Units:
 
         return entry(self.path(number), read=read, build=build)
 
-    def described(self, numbers: Sequence[int]) -> tuple[str, str, tuple[str, ...], str]:
-        """The `ids`, `columns`, `answers_alone` and `odd` of `StoreMeta` for these units, which are tokenised. Raises
-        `UserError` for a setting of the records that none of them uses."""
+    def described(self, numbers: Sequence[int]) -> dict[str, Any]:
+        """The reports of `StoreMeta` on these units, which are tokenised, by name. Raises `UserError` for a setting of
+        the records that none of them uses."""
         source, ids = replace(self.files.source, read={}, undecided=Counter()), TokenIdsReport(self.tokenizer)
         left_out, odd, examples = dict[str, None](), Counter[str](), 0
         for number in numbers:
@@ -196,7 +196,8 @@ class Units:
         if source.read:
             check_used(source, are_examples=examples > 0)
         columns, alone = columns_read(replace(self.files, source=source), tuple(left_out))
-        return ids.line(self.files.name), columns, alone, odd_line(self.files.name, odd)
+        name = self.files.name
+        return {"ids": ids.line(name), "columns": columns, "answers_alone": alone, "odd": odd_line(name, odd)}
 
     def _write_unchanged(self, folder: Path, number: int) -> None:
         """Write a unit. Raises `UserError` if a file of it changed, which explains any other error of reading it."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fivefold.core import strict_json
+from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError
 from fivefold.core.files import writing
 from fivefold.data import examples
@@ -55,7 +56,7 @@ def answer_file(opened: Opened, request: GenerateRequest, world: World) -> None:
     """Answer the prompts of `request.prompts` over a joined world; every rank calls this, and the first one writes to
     `request.out`, or to standard output. Raises `UserError`, naming the line, before any computation."""
     prompts = read_prompts(opened, request)
-    check_alike(lambda: {f"{request.prompts}": [prompt.given for prompt in prompts]})
+    check_alike(lambda: {f"the hash of {request.prompts}": key_of([prompt.given for prompt in prompts])})
     with _out(request) if request.out and world.is_first else nullcontext(sys.stdout) as file:
         for first in range(0, len(prompts), request.batch_size):
             batch = prompts[first : first + request.batch_size]

@@ -29,7 +29,7 @@ from fivefold.models import attention as own_attention
 from fivefold.models import experts as own_experts
 from fivefold.models import hf_internals
 from fivefold.models.forwards import check_documents, has_rope_limits
-from fivefold.models.sources import own_heads
+from fivefold.models.sources import locate, own_heads
 
 ADAPTER = "adapter_config.json"
 MOST_PARAMETERS = 10**14
@@ -122,7 +122,7 @@ def _dtype(hf_config: PreTrainedConfig, model: PreTrainedModel, weights: Path | 
     if stated is not None or weights is None:
         return stated
     with suppress(Exception):  # the reader of damaged files reports them
-        return hf_internals.dtype_of_files(weights)
+        return hf_internals.dtype_of_file(min(locate(weights).values()))
     return None
 
 

@@ -148,11 +148,8 @@ def has_rope_limits(config: PreTrainedConfig) -> bool:
     return any(_rope_limits(config))
 
 
-def check_lengths(
-    hf_config: PreTrainedConfig, longest: int, *, how: str = "keep texts to {limit} tokens or less"
-) -> None:
-    """Raise `UserError` if documents of several lengths, up to `longest` tokens, cannot share a micro batch. `how`: the
-    fix of the caller.
+def check_lengths(hf_config: PreTrainedConfig, longest: int) -> None:
+    """Raise `UserError` if documents of several lengths, up to `longest` tokens, cannot share a micro batch.
 
     `dynamic` and `longrope` take one table of frequencies for a whole micro batch, by its longest document. Above a
     limit the rotation of a document would depend on its neighbours, and so on the layout.
@@ -162,7 +159,7 @@ def check_lengths(
             raise UserError(
                 f"rope type {kind} takes other frequencies for all documents of a micro batch when one of them is "
                 f"longer than {limit} tokens: with up to {longest} tokens they would change each other",
-                fix=f"{how.format(limit=limit)}, or {instead} in model.overrides.rope_parameters",
+                fix=f"keep rows and texts to {limit} tokens or less, or {instead} in model.overrides.rope_parameters",
             )
 
 

@@ -43,17 +43,11 @@ from transformers.core_model_loading import (
 )
 from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import _get_dtype
+from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import (
-    CHAT_TEMPLATE_FILE,
-    LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-)
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils import CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
 from fivefold.core import strict_json
 from fivefold.core.errors import UserError, first_line
@@ -457,12 +451,10 @@ _PREDICTS = re.compile("nextn|mtp")
 # Types of weights ----------------------------------------------------------------------------------------------------
 
 
-def dtype_of_files(folder: Path) -> torch.dtype:
-    """The type that `from_pretrained(dtype="auto")` chooses for the weights of a folder whose config names none."""
-    files, index = [str(folder / SAFE_WEIGHTS_NAME)], None
-    if not Path(files[0]).is_file():
-        files, index = get_checkpoint_shard_files(str(folder), str(folder / SAFE_WEIGHTS_INDEX_NAME))
-    found: torch.dtype = _get_dtype("auto", files, PreTrainedConfig(), index, None, weights_only=True)[1]
+def dtype_of_file(first: Path) -> torch.dtype:
+    """The type that `from_pretrained(dtype="auto")` chooses for weights, by the first file of a folder whose config
+    names none."""
+    found: torch.dtype = get_state_dict_dtype(load_state_dict(str(first), map_location="meta"))
     return found
 
 
@@ -488,13 +480,6 @@ TEMPLATE_FILES = (CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE)
 def file_names() -> set[str]:
     """The names that `transformers` has for the files of a folder."""
     return {value for key, value in vars(transformers.utils).items() if re.fullmatch("[A-Z_]+_(NAME|FILE)", key)}
-
-
-def processor_files() -> set[str]:
-    """The names of the files that `AutoProcessor` and its parts read of a folder, apart from a tokenizer's."""
-    configs = {name for name in file_names() if name.endswith("_config.json")}
-    no_processors = {transformers.utils.ADAPTER_CONFIG_NAME, transformers.utils.GENERATION_CONFIG_NAME}
-    return {*TEMPLATE_FILES, *configs} - no_processors
 
 
 def generation_config(folder: Path) -> GenerationConfig:

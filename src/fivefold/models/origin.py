@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub import metadata_load
 from huggingface_hub.constants import REPOCARD_NAME
+from transformers.utils import AUDIO_TOKENIZER_NAME, PROCESSOR_NAME
 
 from fivefold.core.errors import UserError
 from fivefold.core.hub import is_hub_id, is_inside
@@ -49,8 +50,9 @@ class Origin:
 def copied(folder: Path) -> list[Path]:
     """The files of a model's folder that travel with it unchanged: those of its processors, and its terms."""
     terms = {path for pattern in _TERMS for path in folder.glob(pattern) if _TEXT.fullmatch(path.suffix)}
-    others = {*folder.glob("[!.]*processor_config.json"), *map(folder.joinpath, hf_internals.processor_files())}
-    return sorted(path for path in terms | others if path.is_file())
+    others = map(folder.joinpath, (*hf_internals.TEMPLATE_FILES, AUDIO_TOKENIZER_NAME, PROCESSOR_NAME))
+    found = {*terms, *folder.glob("[!.]*processor_config.json"), *others}
+    return sorted(path for path in found if path.is_file())
 
 
 def _read(path: Path) -> bytes:

@@ -33,7 +33,6 @@ from fivefold.models.random_stream import Region, whole
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SAMPLE = 1024
-_FORM = "2-"  # begins a digest of `folder_digests`, which those of earlier versions do not
 _READERS = 16  # threads, since a disk is slow to answer and not to deliver
 _COMPARED = 2**22  # values of a tensor that are read at once
 # Buffers in old exports that every model computes itself.
@@ -128,7 +127,7 @@ class SafetensorsFolder(TensorSource):
         shapes that are not those of the model.
         """
         self.folder = folder = Path(path)
-        located = _locate(folder)
+        located = locate(folder)
         self._stored, self._merged = _names(model, located)
         self._files = {name: located[stored] for name, stored in self._stored.items()}
         in_files = _entries(located)
@@ -232,7 +231,7 @@ def own_heads(folder: Path, model: PreTrainedModel) -> list[str]:
     tied = hf_internals.tied_parameters(model)
     if not tied or not any(folder.glob("*.safetensors")):
         return []
-    located = _locate(folder)
+    located = locate(folder)
     stored, _ = _names(model, located)
     places = {name: (located[file], file) for name, file in stored.items()}
     both = [(name, other) for name, other in tied.items() if name in places and other in places]
@@ -249,7 +248,7 @@ def _are_equal(*tensors: tuple[Path, str]) -> bool:
         return all(torch.equal(one[at : at + step], other[at : at + step]) for at in range(0, rows, step))
 
 
-def _locate(folder: Path) -> dict[str, Path]:
+def locate(folder: Path) -> dict[str, Path]:
     """{tensor name: its file}; a single file takes precedence over an index, as in `transformers`."""
     if (folder / _SINGLE).is_file():
         path = _inside(folder, _SINGLE)
@@ -270,12 +269,10 @@ def _locate(folder: Path) -> dict[str, Path]:
     )
 
 
-def weights_digest(folder: Path, *, like: str = "") -> str:
-    """A hash of the weights in a folder, whatever files they are in: that of `folder_digests`. `like`: of a digest that
-    an earlier version wrote, the hash in its form: 1 KiB from the middle of each tensor. Raises `UserError`."""
-    if not like or like.startswith(_FORM):
-        return str(folder_digests(folder)[WHOLE])
-    located, found = _locate(folder), list[tuple[str, str, list[int], str]]()
+def weights_digest(folder: Path) -> str:
+    """A hash of the weights in a folder, independent of file names: the type and shape of each tensor and `_SAMPLE`
+    bytes from its middle. Checkpoints hold it. Raises `UserError`."""
+    located, found = locate(folder), list[tuple[str, str, list[int], str]]()
     for name, entry in _entries(located).items():
         with located[name].open("rb") as file:
             file.seek(max(entry.start, (entry.start + entry.stop - _SAMPLE) // 2))
@@ -288,7 +285,7 @@ def folder_digests(folder: Path, file: str = "") -> dict[str, Any]:
     """A digest of each tensor in a folder, by file and by name: its type, its shape and samples of its bytes
     (`core/alike.py`); and as `WHOLE` one of all that does not depend on the files. `file`: only that one, of any name.
     Raises `UserError`."""
-    located = dict.fromkeys(header(folder / file), folder / file) if file else _locate(folder)
+    located = dict.fromkeys(header(folder / file), folder / file) if file else locate(folder)
     entries, names = _entries(located), sorted(located, key=lambda name: (located[name].name, name))
 
     def digest(name: str) -> str:
@@ -306,7 +303,7 @@ def folder_digests(folder: Path, file: str = "") -> dict[str, Any]:
     by_file = groupby(names, key=lambda name: located[name].name)
     return {
         **{path: {name: digests[name] for name in of_file} for path, of_file in by_file},
-        WHOLE: f"{_FORM}{key_of(sorted(digests.items()))}",
+        WHOLE: key_of(sorted(digests.items())),
     }
 
 

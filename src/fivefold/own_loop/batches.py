@@ -22,12 +22,11 @@ from xxhash import xxh3_64_intdigest
 
 from fivefold.core.errors import UserError
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.parallel import plain
+from fivefold.parallel.alike import raise_any, tried
 from fivefold.parallel.state import ParallelState, state_of
 
 Batch = Mapping[str, Tensor]  # input_ids, labels [B, T]; optionally attention_mask, position_ids
 Integers = NDArray[np.int64]
-Checked = TypeVar("Checked")
 Number = TypeVar("Number", bound=np.generic)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,7 +65,7 @@ def micro_batches(
         also()
         return [take(one) for one in each]
 
-    found, error = _tried(read)
+    found, error = tried(read)
     own = found or []
     return own + [_nothing(plan.layout.row_multiple)] * (_agree(state, own, error) - len(own))
 
@@ -132,42 +131,6 @@ def micro_batch(
     )
 
 
-def on_every_rank(read: Callable[[], Checked]) -> Checked:
-    """The result of `read` on this rank. Every rank calls this; the `UserError` of one is raised on all.
-
-    Otherwise a rank with a wrong batch would leave the others waiting for it.
-    """
-    found, error = _tried(read)
-    _raise_any(error)
-    return found  # type: ignore[return-value]
-
-
-def _tried(read: Callable[[], Checked]) -> tuple[Checked | None, UserError | None]:
-    """The result of `read`, or the `UserError` that it raised."""
-    try:
-        return read(), None
-    except UserError as error:
-        return None, error
-
-
-def _raise_any(error: UserError | None) -> None:
-    """Raise the error of this rank, else the first of another's."""
-    errors = plain.everywhere(error and error.to_json())
-    if error is not None:
-        raise error
-    for rank, told in enumerate(errors):
-        if told:
-            first = UserError.from_json(told)
-            raise type(first)(f"rank {rank}: {first.what}", fix=first.fix, more=first.more)
-
-
-def differing(values: Sequence[int]) -> list[int]:
-    """The indices at which the ranks' integers differ. Every rank passes equally many, of less than 63 bits."""
-    mine = torch.tensor([values, [-value for value in values]], dtype=torch.int64, device=_device())
-    dist.all_reduce(mine, dist.ReduceOp.MAX)
-    return (mine[0] != -mine[1]).nonzero().flatten().tolist()
-
-
 def _device() -> torch.device:
     """The device for tensors of the world's collectives."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -185,7 +148,7 @@ def _agree(state: ParallelState, batch: Sequence[MicroBatch], error: UserError |
     table = table.to(_device())
     dist.all_reduce(table, dist.ReduceOp.MAX)
     if int(table[:, 3].max()):
-        _raise_any(error)
+        raise_any(error)
     for data_rank, (_, largest, smallest, _) in enumerate(table.tolist()):
         if largest != -smallest:
             shared = [axis for axis in ("tp", "cp", "pp") if getattr(state.plan.layout, axis) > 1]

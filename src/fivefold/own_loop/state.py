@@ -18,11 +18,11 @@ from fivefold.checkpoint.manifest import NAME as MANIFEST
 from fivefold.checkpoint.save import standing
 from fivefold.core.alike import digests
 from fivefold.core.errors import UserError
-from fivefold.own_loop.batches import READ_MORE, leaves_inference_mode, on_every_rank, refusal
+from fivefold.own_loop.batches import READ_MORE, leaves_inference_mode, refusal
 from fivefold.own_loop.model import ParallelModel, check_parallel
 from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import parts, plain
-from fivefold.parallel.alike import check_alike
+from fivefold.parallel.alike import check_alike, on_every_rank
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers.trial import IMPLEMENTATION

@@ -1,7 +1,6 @@
 """Steps, gradients, losses, logits and text of a parallelized model."""
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,16 +17,15 @@ from fivefold.own_loop.batches import (
     READ_MORE,
     Batch,
     check_grad_enabled,
-    differing,
     leaves_inference_mode,
     micro_batches,
-    on_every_rank,
     refusal,
     some,
 )
 from fivefold.own_loop.model import ParallelModel, check_parallel, check_runs, own_loss
 from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import passes
+from fivefold.parallel.alike import check_alike, on_every_rank
 from fivefold.parallel.loss.own import LossFunction
 from fivefold.training.step import (
     StepResult,
@@ -202,10 +200,10 @@ def generate(
 
     ids = on_every_rank(read)
     # Otherwise ranks would draw different tokens, or one would stop early and leave the others waiting.
-    if differing([zlib.crc32(repr((ids.tolist(), options, ends)).encode())]):
-        raise refusal(
-            "ranks were given different prompts, or options", fix="every rank passes the same: all compute it"
-        )
+    check_alike(
+        lambda: {"the prompt": ids.tolist(), **options, "eos_token_ids": ends},
+        fix="every rank passes the same: all compute it", more=READ_MORE,
+    )  # fmt: skip
     tokens, pieces, stream = list[int](), list[str](), StoppedText(tokenizer, stop)
     with ready(model):
         for token in decode(model, ids, eos_token_ids=ends, **options):

@@ -209,7 +209,6 @@ CHANGES = (
 def environment(*, is_full: bool) -> Environment:
     """The environment of a rehearsed run: no weights to start from, nothing to go on from, nothing written."""
     return Environment(
-        files=lambda *_, **__: {},
         load_source=lambda *_: None,
         resume=lambda *_: Resumed(),
         write=lambda *_, **__: [],  # the parts of the other ranks are not there, and this is not the disk of the run

@@ -59,7 +59,7 @@ def rehearse(request: Request) -> Seen:
 def world_of(request: Request) -> World:
     """The rank in its world, as `launch/world.py` would read it from the environment."""
     if not request.is_full:  # a single rank has this machine's memory
-        return World(rank=request.rank, size=request.world, backend="fake")
+        return World(rank=request.rank, size=request.world, backend="fake", is_local=True)
     local = request.rank % request.local_size
     return World(
         rank=request.rank,
@@ -68,6 +68,7 @@ def world_of(request: Request) -> World:
         local_size=request.local_size,
         device=f"cuda:{local}",
         backend="nccl",
+        is_local=True,
     )
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold import checkpoint
 from fivefold.config import RunConfig
 from fivefold.core.alike import UNREAD, WHOLE, digests, program
 from fivefold.core.named_code import NamedCode
+from fivefold.core.step_folders import steps
 from fivefold.data.prepare import PreparedData
 from fivefold.data.tokenizer import tokenizer_files
 from fivefold.models import hf_internals
@@ -35,11 +35,11 @@ def fields(config: RunConfig, data: PreparedData, of_disk: Mapping[str, Any] | N
     }
 
 
-def files(config: RunConfig, data: PreparedData, *, reads_weights: bool) -> Mapping[str, Any]:
+def files(config: RunConfig, data: PreparedData) -> dict[str, Any]:
     """The fields that only machines with disks of their own can differ in: the versions and files of packages, the
-    files of the tokenizer, of the model and of the others that the objective names. `reads_weights`: of a run that
-    begins; one that goes on needs no first weights. Raises `UserError`."""
-    model, given = config.model, config.objective
+    files of the tokenizer, of the model and of the others that the objective names. A run with checkpoints here goes on
+    from them, and needs no first weights. Raises `UserError`."""
+    model, given, begins = config.model, config.objective, not steps(config.run_dir / "checkpoints")
     base = f"model.name_or_path {model.name_or_path}"
     folder = data.tokenizer.folder
     read: dict[str, Any] = {
@@ -48,25 +48,17 @@ def files(config: RunConfig, data: PreparedData, *, reads_weights: bool) -> Mapp
         f"{base}: config.json": config_values(load_model_config(model.name_or_path, model.overrides)),
     }
     if model.init == "pretrained":
-        weights = weights_folder(model.name_or_path)
-        read[f"{base}: generation_config.json"] = config_values(hf_internals.generation_config(weights))
-        is_read = reads_weights or config.adapter.lora or given.compares
-        read[f"{base}: weights"] = folder_digests(weights) if is_read else UNREAD
+        place = weights_folder(model.name_or_path, files=("*.json",))
+        read[f"{base}: generation_config.json"] = config_values(hf_internals.generation_config(place))
+        is_read = begins or config.adapter.lora or given.compares
+        read[f"{base}: weights"] = folder_digests(weights_folder(model.name_or_path)) if is_read else UNREAD
     if config.adapter.path:
-        read[f"adapter.path {config.adapter.path}"] = adapter_digests(config.adapter.path) if reads_weights else UNREAD
+        read[f"adapter.path {config.adapter.path}"] = adapter_digests(config.adapter.path) if begins else UNREAD
     if given.compares and given.reference not in ("auto", "base"):
         read[f"objective.reference {given.reference}"] = folder_digests(weights_folder(given.reference))
     if given.name == "distill":
         teacher = weights_folder(given.teacher)
         read[f"objective.teacher {given.teacher}: config.json"] = config_values(load_model_config(teacher))
-        read[f"objective.teacher {given.teacher}"] = digests(teacher, tokenizer_files(teacher)) | folder_digests(
-            teacher
-        )
+        read[f"objective.teacher {given.teacher}: tokenizer"] = digests(teacher, tokenizer_files(teacher))
+        read[f"objective.teacher {given.teacher}"] = folder_digests(teacher)
     return read
-
-
-def begins(config: RunConfig) -> bool:
-    """True if a run has no checkpoint to go on from."""
-    remote = config.checkpoint.remote
-    place = checkpoint.Remote(f"{remote.rstrip('/')}/{config.run.name}") if remote else None
-    return not checkpoint.candidates(config.run_dir / "checkpoints", place)

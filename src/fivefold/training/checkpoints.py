@@ -180,13 +180,15 @@ class CheckpointManager:
         if IN_MEMORY not in passed and config.checkpoint.resume == "auto":
             kept = checkpoint.Checkpoint.described(self.memory.step)
             if not there or kept.step > there[0].step:
-                self._check_agreement(kept.agreement, config, IN_MEMORY)
+                checkpoint.check_agreement(kept.agreement, self._agreement(config), where=IN_MEMORY)
                 return IN_MEMORY, str(self.memory.step), passed
         for candidate in there if config.checkpoint.resume == "auto" else ():
             if candidate.where in passed:
                 continue
             try:
-                self._check_agreement(candidate.manifest().agreement, config, candidate.where)
+                checkpoint.check_agreement(
+                    candidate.manifest().agreement, self._agreement(config), where=candidate.where
+                )
                 return candidate.where, str(candidate.folder()), passed
             except checkpoint.CorruptCheckpoint as damage:
                 passed[candidate.where] = damage.what
@@ -203,15 +205,10 @@ class CheckpointManager:
             )
         return "", None, passed
 
-    def _check_agreement(self, saved: Mapping[str, Any], config: RunConfig, where: str) -> None:
-        checkpoint.check_agreement(saved, self._agreement(config, weights_beside(config, saved)), where=where)
-
-    def _agreement(self, config: RunConfig, weights: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def _agreement(self, config: RunConfig) -> dict[str, Any]:
         model_config = json.loads(self._model.config.to_json_string())
         bos = bool(self._data.tokenizer.bos_token_ids)
-        return checkpoint.agreement(
-            config, self._data.fingerprint, model_config, bos=bos, weights=weights or self._weights
-        )
+        return checkpoint.agreement(config, self._data.fingerprint, model_config, bos=bos, weights=self._weights)
 
 
 class Checkpoints(Part):

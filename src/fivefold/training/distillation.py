@@ -101,7 +101,7 @@ def teacher_of(config: RunConfig, data: PreparedData, world: World, total_steps:
     vocabulary = _shared_vocabulary(folder, data, hf_config.get_text_config().vocab_size, given.top_k)
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     check_positions(positions, config.data.seq_length, teacher=given.teacher)
-    check_lengths(hf_config, config.data.seq_length, how="set data.seq_length to {limit} or less")
+    check_lengths(hf_config, config.data.seq_length)
     rows = _rows(data.whole, total_steps * config.train.global_batch_size)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(data.whole.row_targets[rows])])
     dtype = np.dtype(np.float64 if config.precision.compute == "fp64" else np.float32)

@@ -42,7 +42,7 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
     hf_config = load_model_config(config.model.name_or_path, config.model.overrides, of_text=own)
     check_tokens(data, hf_config.get_text_config().vocab_size)
     check_positions(getattr(hf_config.get_text_config(), "max_position_embeddings", None), config.data.seq_length)
-    check_lengths(hf_config, config.data.seq_length, how="set data.seq_length to {limit} or less")
+    check_lengths(hf_config, config.data.seq_length)
     if config.model.init == "random":
         return build_meta(hf_config)
     # A resumed run never reads the first weights: they are fetched here only if some may be tied, or for their type.

@@ -1,15 +1,13 @@
 """Checks before the first step: every rank was given the same run, and memory and disk have room for it by its plan."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from fivefold import checkpoint
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.step_folders import step_folder, steps
@@ -30,17 +28,12 @@ from fivefold.parallel.state import state_of
 from fivefold.training import advice, agreed
 from fivefold.training.optimizers import rule_for
 
-Files = Callable[..., Mapping[str, Any]]
 
-
-def check_ranks_agree(config: RunConfig, data: PreparedData, world: World, files: Files = agreed.files) -> None:
-    """Raise `UserError`, the same on every rank, naming the first field that differs from rank 0's, and where. `files`:
-    fields that are compared if ranks have disks of their own; launchers of nodes have done so (`training/nodes.py`)."""
-    reads_weights = checkpoint.on_first_rank(lambda: agreed.begins(config))
+def check_ranks_agree(config: RunConfig, data: PreparedData, world: World) -> None:
+    """Raise `UserError`, the same on every rank, naming the first field that differs from rank 0's, and where. Files
+    are compared if ranks have disks of their own, unless the launcher of nodes has done so (`training/nodes.py`)."""
     are_apart = not (world.is_local or world.round)
-    check_alike(
-        lambda: agreed.fields(config, data, files(config, data, reads_weights=reads_weights) if are_apart else None)
-    )
+    check_alike(lambda: agreed.fields(config, data, agreed.files(config, data) if are_apart else None))
 
 
 def check_memory(facts: ModelFacts, config: RunConfig, layout: Layout, world: World) -> str | None:

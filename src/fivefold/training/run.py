@@ -92,7 +92,7 @@ def build(
     """Build everything that the first step needs; `stack` closes it. `environment`: None is that of a real run.
     `of_node`: the memory of this node, see `train`."""
     environment = environment or Environment()
-    preflight.check_ranks_agree(config, data, world, environment.files)
+    preflight.check_ranks_agree(config, data, world)
     check_best(config, has_validation=data.validation is not None)
     memory = PeakMemory(torch.device(world.device))
     layout = config.layout.resolve(world.size)

@@ -26,8 +26,7 @@ from fivefold.core.units import GIB
 from fivefold.launch.memory import room
 from fivefold.launch.world import World, join, leave, threads_per_worker
 from fivefold.models import hf_internals, kernels
-from fivefold.models.build import config_values, load_model_config
-from fivefold.models.sources import folder_digests
+from fivefold.models.build import load_model_config
 from fivefold.parallel import plain
 from fivefold.parallel.adapters.settings import NF4_BLOCK
 from fivefold.parallel.alike import check_alike
@@ -109,16 +108,8 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
 
 
 def in_world(asked: VerifyRequest, world: World) -> None:
-    """Prove the layouts of a joined world's size in its own process group. A failing rank ends the world, and so do
-    ranks that read other things."""
-
-    def run(number: int, layout: Layout, name: str, work: Work) -> None:
-        folder = ProofCase.load(asked.folder / SUBJECT).folder
-        values = config_values(load_model_config(folder))
-        check_alike(lambda: {f"{folder}: config.json": values, f"{folder}": folder_digests(folder)})
-        work(world)
-
-    prove(asked, world, run)
+    """Prove the layouts of a joined world's size in its own process group. A failing rank ends the world."""
+    prove(asked, world, lambda number, layout, name, work: work(world))
 
 
 def prove(asked: VerifyRequest, world: World, run: Runner) -> None:
