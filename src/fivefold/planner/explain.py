@@ -98,10 +98,9 @@ def cures(prices: PriceList, estimate: Estimate) -> tuple[Estimate, ...]:
 
 def budgeted(step: Step, most: float) -> Step | None:
     """Replace `selective` or `full` by the largest budget, in halves of a GiB, with which a device has at most `most`
-    bytes taken. None if that is not faster, if nothing is recomputed, for other trainers, and with `mlp_chunks`, which
-    excludes budgets."""
+    bytes taken. None if that is not faster, if nothing is recomputed, and with `mlp_chunks`, which excludes budgets."""
     layout = step.layout
-    if layout.recompute not in ("selective", "full") or layout.mlp_chunks > 1 or not step.engine.moments:
+    if layout.recompute not in ("selective", "full") or layout.mlp_chunks > 1:
         return None
 
     def of(halves: int) -> Step:
