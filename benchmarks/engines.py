@@ -268,7 +268,7 @@ class TrainerPrices(PriceList):
 
     def plan(self, layout: Layout) -> ParallelPlan:
         if layout not in self._plans:
-            self._plans[layout] = lower(self.short, _plainly(layout), 0)
+            self._plans[layout] = replace(lower(self.short, _plainly(layout), 0), in_copies=False)
         return self._plans[layout]
 
     def shards(self, layout: Layout) -> Shards:
