@@ -250,8 +250,8 @@ class TrainerPricing(Pricing):
 
 @dataclass(eq=False, kw_only=True)
 class TrainerPrices(PriceList):
-    """Prices of a trainer, `engine`; `traits` are its traits on the chip. Scales of fp8, and gathers in it, are this
-    runtime's: plans have none."""
+    """Prices of a trainer, `engine`; `traits` are its traits on the chip. Its plans have neither this runtime's scales
+    of fp8, and gathers in it, nor its copies of small models (`computes_in_copies`)."""
 
     engine: Engine
     traits: Engine = field(init=False)

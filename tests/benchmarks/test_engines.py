@@ -26,6 +26,7 @@ from fivefold.models.discover import facts_of_deep
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.layout import Layout
 from fivefold.planner.estimate import Estimate, Workload
+from fivefold.planner.price import PriceList
 
 
 @cache
@@ -156,6 +157,13 @@ def test_who_gathers_again_keeps_a_part_of_what_enters_a_column(name: str) -> No
     (_, kept), (_, more) = (of_tp(replace(ENGINES[name], gathers_again=again)) for again in (True, False))
     whole = 2 * 4096 * 8192 * 2  # two entries of all tokens in bf16
     assert 7 / 8 * whole <= more - kept <= whole
+
+
+def test_a_trainer_has_neither_copies_nor_scales_of_this_runtime() -> None:
+    facts, cluster, layout = llama(2, 64, 4, 4, 128, 512), Cluster.parse("2xH100"), Layout.parse("tp2+fp8")
+    own, other = PriceList(facts, cluster), TrainerPrices(facts, cluster, engine=ENGINES["megatron"])
+    assert own.plan(layout).in_copies and own.plan(layout).matmuls.is_used
+    assert not other.plan(layout).in_copies and not other.plan(layout).matmuls.is_used
 
 
 # ---- of a model's name -----------------------------------------------------------------------------------------------

@@ -358,9 +358,8 @@ def shard_layout(layout: Layout) -> Layout:
         dp_replicate=min(2, layout.world // layout.tp), dp_shard=layout.dp_shard * layout.cp, tp=layout.tp,
         ep=layout.ep, sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, hpz=layout.hpz,
         hierarchical=layout.hierarchical, gathers=layout.gathers, reductions=layout.reductions,
-        precision=layout.precision, fp8=layout.fp8, state_dtype=layout.state_dtype,
-        offload_parameters=layout.offload_parameters,
-    )  # fmt: skip
+        precision=layout.precision, state_dtype=layout.state_dtype, offload_parameters=layout.offload_parameters,
+    ).multiplying_like(layout)  # fmt: skip
 
 
 @dataclass(eq=False)

@@ -1,7 +1,8 @@
 """Keys of fp8. No torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from fivefold.core.keys import LayoutPart, key
 from fivefold.core.violation import Violation
@@ -36,6 +37,10 @@ class Fp8Keys(LayoutPart):
     def has_tensor_scales(self) -> bool:
         """True if matmuls have one scale for a whole tensor, so that a token's result depends on all others."""
         return self.fp8 != "none" and RECIPES[self.fp8].casts_once
+
+    def multiplying_like(self, other: Self) -> Self:
+        """The same layout with the matmuls of another, in every layer."""
+        return replace(self, fp8=other.fp8)
 
     def chunk_multiple(self) -> int:
         """If a recipe has a scale for each block of tokens, chunks are whole blocks."""
