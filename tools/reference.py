@@ -321,6 +321,7 @@ GROUPS = {
         "RunConfig",
         "load_config",
     ),
+    "Parts of a run": ("Part", "LiveRun"),
     "Errors": ("UserError", "RunFailed"),
 }
 

@@ -25,6 +25,7 @@ if _typing.TYPE_CHECKING:
     from fivefold.parallel.loss.own import LossRow
     from fivefold.planner.estimate import Estimate, Workload
     from fivefold.planner.plan import estimate, plan
+    from fivefold.training.part import LiveRun, Part
     from fivefold.training.step import StepResult
 
     __version__: str
@@ -45,15 +46,16 @@ _HOMES = {
         ),
         "fivefold.planner.estimate": ("Estimate", "Workload"),
         "fivefold.planner.plan": ("estimate", "plan"),
+        "fivefold.training.part": ("LiveRun", "Part"),
         "fivefold.training.step": ("StepResult",),
     }.items()
     for name in names
 }  # fmt: skip
 __all__ = [
-    "Estimate", "Layout", "Lora", "LossRow", "ParallelModel", "Run", "RunConfig", "RunFailed", "StepResult",
-    "UserError", "Workload", "clip_grad_norm_", "compare", "estimate", "evaluate", "export", "gather", "generate",
-    "gradients", "load", "load_config", "logits", "parallelize", "plan", "rehearse", "save", "scatter", "train",
-    "train_step", "verify",
+    "Estimate", "Layout", "LiveRun", "Lora", "LossRow", "ParallelModel", "Part", "Run", "RunConfig", "RunFailed",
+    "StepResult", "UserError", "Workload", "clip_grad_norm_", "compare", "estimate", "evaluate", "export", "gather",
+    "generate", "gradients", "load", "load_config", "logits", "parallelize", "plan", "rehearse", "save", "scatter",
+    "train", "train_step", "verify",
 ]  # fmt: skip
 
 

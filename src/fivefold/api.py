@@ -1,5 +1,6 @@
 """The Python API of the commands: the same functions with Python values as arguments and results."""
 
+import inspect
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from fivefold.comparison.report import CompareReport
     from fivefold.own_loop import ParallelModel
     from fivefold.rehearsal.report import Rehearsal
+    from fivefold.training.part import Part
     from fivefold.verification.report import VerifyReport
 
 
@@ -58,6 +60,7 @@ def train(
     on_step: Callable[[dict[str, Any]], object] | None = None,
     on_eval: Callable[[dict[str, Any]], object] | None = None,
     on_save: Callable[[Path], object] | None = None,
+    parts: Sequence["str | type[Part]"] = (),
 ) -> Run:
     """Train a run file, or the built-in demo if `path` is None, as `fivefold train` does.
 
@@ -70,15 +73,34 @@ def train(
     one of its threads, while the workers continue to train; if this process is a worker, on the first rank, between
     steps. An exception in one stops the run after a step, which is saved, and is raised here. After a restart, steps
     may be reported again.
+
+    `parts`: `train.parts`, in place of those of the run file: classes that derive `fivefold.Part`, or `FILE.py:NAME`. A
+    class has to be at the top of a file, which every worker runs.
     """
     from fivefold.launch.events import Listener
     from fivefold.training.launch import run
     from fivefold.verification import before_training
 
+    if parts:
+        overrides = {**(overrides or {}), "train.parts": [_named(part) for part in parts]}
     file, keys = _arguments(path, overrides)
     listener = Listener(on_step, on_eval, on_save) if on_step or on_eval or on_save else None
     with listener.raising() if listener else nullcontext():
         return Run(run(file, keys, nproc=nproc, prove=before_training if verify else None, listener=listener))
+
+
+def _named(part: "str | type[Part]") -> str:
+    """The `FILE.py:NAME` of a part. Raises `UserError` for a class that workers cannot find."""
+    if isinstance(part, str):
+        return part
+    try:
+        file, name = inspect.getfile(part), part.__qualname__
+    except (OSError, TypeError):  # of an interactive session, or no class
+        file, name = "", getattr(part, "__qualname__", repr(part))
+    if not (file.endswith(".py") and name.isidentifier()):
+        what = f"parts has {name}, which is no class at the top of a file"
+        raise UserError(what, fix="write it to a file: parts=['my_parts.py:Mine']", more="docs/howto/parts.md")
+    return f"{Path(file).resolve()}:{name}"
 
 
 def verify(

@@ -26,6 +26,7 @@ from fivefold.core.errors import UserError
 from fivefold.launch.world import World
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.loss.tasks import CrossEntropy
+from fivefold.training import evaluation
 from fivefold.training import run as run_module
 from fivefold.training import step as step_module
 from tests.pool import run_ranks
@@ -103,7 +104,7 @@ def on_rank(
         stack.enter_context(_stopping(stop_at))
         stack.enter_context(_poisoned(nan_loss, inf_gradient))
         if evaluated:
-            stack.enter_context(patch.object(run_module, "mean_loss", Mock(side_effect=evaluated)))
+            stack.enter_context(patch.object(evaluation, "mean_loss", Mock(side_effect=evaluated)))
         if unsaved:
             stack.enter_context(_unsaved(*unsaved))
         if lacks:

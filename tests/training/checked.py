@@ -18,7 +18,7 @@ from fivefold.parallel.matrices.runtime import FullMatrices
 from fivefold.parallel.state import state_of
 from fivefold.training import checks
 from fivefold.training import run as run_module
-from fivefold.training.checks import pace
+from fivefold.training.checks import pace, part
 from fivefold.training.checks.state import hashes
 from fivefold.training.optimizers import build_optimizer, rule_of
 from fivefold.training.optimizers.muon import Muon
@@ -73,7 +73,7 @@ def misread(case: Case, rows: PackedRows, readings: Sequence[Reading]) -> list[l
 def with_slow_rank(tree: dict[str, Any], may_leave: bool) -> Ran:
     """Train on this rank, where rank 1 computes slowly. `may_leave`: nodes may be left out."""
     slow = patch.object(pace, "_seconds", lambda _: 3.0 if dist.get_rank() == 1 else 1.0)
-    with slow, patch.object(run_module.Trainer, "_may_leave_out", may_leave):
+    with slow, patch.object(part, "may_leave_out", lambda _: may_leave):
         return on_rank(tree)
 
 
@@ -293,13 +293,13 @@ def train_unlike(tree: dict[str, Any]) -> Ran:
 
 def train_and_note(tree: dict[str, Any]) -> tuple[Ran, list[int]]:
     """The steps that were checked, too."""
-    checked, plain = [], run_module.Trainer._check
+    checked, plain = [], part.StandingChecks.check
 
-    def check(self: Any, *rest: Any) -> None:
-        plain(self, *rest)
-        checked.append(self.step)
+    def check(self: Any, run: Any, *rest: Any) -> None:
+        plain(self, run, *rest)
+        checked.append(run.step)
 
-    with patch.object(run_module.Trainer, "_check", check):
+    with patch.object(part.StandingChecks, "check", check):
         return on_rank(tree), checked
 
 

@@ -16,7 +16,7 @@ from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
 from fivefold.training import metrics
 from fivefold.training.flops import measured_tflops
-from fivefold.training.job import Job
+from fivefold.training.part import LiveRun
 
 PEAKS = {
     "NVIDIA GB300": 2500.0,
@@ -93,12 +93,13 @@ def test_the_matmul_rate_of_a_cpu_is_that_of_its_calibration_file(tmp_path: Path
     rates = [measured_tflops(str(file), "fp32", workers) for workers in (1, 2, 4, 8)]
     assert rates == pytest.approx([0.4, 0.2, 0.1, 0.05])
     job: Any = Mock(
-        spec=Job, config=RunConfig.model_validate({"layout": {"hardware": str(file)}, "precision": {"compute": "fp32"}})
+        spec=LiveRun,
+        config=RunConfig.model_validate({"layout": {"hardware": str(file)}, "precision": {"compute": "fp32"}}),
     )
     job.world = World(rank=0, size=8, local_rank=0, local_size=2)
-    job.measured_tflops, job.peak_tflops = Job.measured_tflops.func(job), None  # type: ignore[attr-defined]
+    job.measured_tflops, job.peak_tflops = LiveRun.measured_tflops.func(job), None  # type: ignore[attr-defined]
     assert job.measured_tflops == pytest.approx(0.2)
-    job.costs, job.log, job.began = Costs(per_token=400_000_000_000, per_squared_length=0, parameters=1), Mock(), 0.0
+    job.costs, job.log = Costs(per_token=400_000_000_000, per_squared_length=0, parameters=1), Mock(began=0.0)
     result = Mock(tokens=2, squared_lengths=0, metrics={"kl": float("nan")}, loss=1.0, grad_norm=1.0)
     result.balance.metrics, job.log.seconds_before = dict, 0.0
     row = metrics.row(job, result, 0.1, seconds=1.0, waited=0.0)  # 0.8 TFLOP in a second on eight workers

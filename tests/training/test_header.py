@@ -12,6 +12,7 @@ from fivefold.config import RunConfig, load_config
 from fivefold.core.best import Best
 from fivefold.launch.folder import next_commands
 from fivefold.training import header
+from fivefold.training.part import Progress
 
 
 class Rows:
@@ -23,8 +24,8 @@ class Rows:
 
 def job(config: RunConfig, *, step: int, device: str = "cpu", peak: float | None = None) -> Any:
     return SimpleNamespace(
-        config=config, step=step, total_steps=20, last_eval=1.5, skipped=0, tokens_seen=1000, peak_tflops=peak,
-        world=SimpleNamespace(device=device), data=SimpleNamespace(train=Rows(), converses=False), best=Best(),
+        config=config, step=step, total_steps=20, progress=Progress(last_eval=1.5, tokens_seen=1000), peak_tflops=peak,
+        world=SimpleNamespace(device=device), data=SimpleNamespace(train=Rows(), converses=False), why_stopped="",
     )  # fmt: skip
 
 
@@ -36,7 +37,7 @@ def commands(lines: list[tuple[str, str]]) -> list[list[str]]:
 def test_lines_to_paste_are_quoted_and_name_the_report(tmp_path: Path) -> None:
     run = tmp_path / "ünï 文" / "it's"
     config = load_config(None, [f"run.dir={run.parent}", f'run.name="{run.name}"', 'sample.prompts=["say \\"a b\\""]'])
-    pasted = commands(header.closing_lines(job(config, step=20), None))
+    pasted = commands(header.closing_lines(job(config, step=20), ""))
     assert pasted == [
         ["fivefold", "report", str(run)],
         ["fivefold", "generate", str(run), "--prompt", 'say "a b"'],
@@ -57,7 +58,8 @@ def test_a_run_that_stopped_early_names_its_best_step(tmp_path: Path) -> None:
     config = load_config(None, [f"run.dir={tmp_path}", "eval.stop.patience=2", 'sample.prompts=["der"]'])
     run = tmp_path / "demo"
     stopped = job(config, step=7)
-    stopped.best = Best(ranking=((3, 1.25), (5, 1.5)), improved=1.25, waited=2)
+    stopped.why_stopped = "stopped early"
+    stopped.progress.best = Best(ranking=((3, 1.25), (5, 1.5)), improved=1.25, waited=2)
     lines = header.closing_lines(stopped, "stopped early")
     assert ("best", "step 3: eval/loss 1.2500; not kept (checkpoint.keep_best)") in lines
     assert not any("--best" in text or "--step" in text for _, text in lines)
@@ -116,6 +118,6 @@ def test_how_a_gpu_attends_where_flash_has_no_kernel(
     )
     monkeypatch.setattr(header.gpu_attention, "lacks", lacks)
     run = job(load_config(None), step=0, device="cuda:0")
-    run.model, run.attention = SimpleNamespace(config=config), "fa2"
-    assert header._attention(run) == f", attention by FlashAttention 2{said}"
+    run.model = SimpleNamespace(config=config)
+    assert header._attention(run, "fa2") == f", attention by FlashAttention 2{said}"
     assert asked == ([softcap is not None] if said else [])

@@ -22,7 +22,7 @@ from fivefold.core.kept_steps import KeptStep, MemoryOfNode, kept_in, newest_kep
 from fivefold.core.step_folders import steps
 from fivefold.launch.world import World
 from fivefold.parallel.dtensor import local
-from fivefold.training import checkpoints, metrics
+from fivefold.training import checkpoints, evaluation, metrics
 from fivefold.training import run as run_module
 from fivefold.training import step as step_module
 from tests.pool import run_ranks
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.full
 
 KEYS: dict[str, Any] = {"train__micro_batch_size": 1, "train__max_steps": 6, "checkpoint__async": False}
 PLACES: dict[str, tuple[Any, str]] = {
-    "in an update": (step_module, "clip_"), "its row": (metrics, "row"), "evaluation": (run_module, "mean_loss"),
+    "in an update": (step_module, "clip_"), "its row": (metrics, "row"), "evaluation": (evaluation, "mean_loss"),
 }  # fmt: skip
 CUT_OFF = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:29500"
 

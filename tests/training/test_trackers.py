@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.core.errors import UserError
-from fivefold.training.samples import Sample
+from fivefold.training.display import Sample
 from fivefold.training.trackers import TRACKERS, TrackerSink
 from tests.pool import run_ranks
 from tests.training.bodies import Ran, Stopped, column, metrics, on_rank, run_dir, run_file

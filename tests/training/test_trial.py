@@ -12,7 +12,7 @@ import pytest
 from fivefold.config import load_config
 from fivefold.core.errors import RunFailed
 from fivefold.launch.world import World
-from fivefold.training import trial
+from fivefold.training import evaluation, trial
 from tests.families import TINY
 from tests.training.bodies import MODEL, metrics, run_dir, run_file, same, state, train
 
@@ -64,12 +64,12 @@ def test_memory_as_large_as_the_state_is_taken_where_there_is_none_yet(monkeypat
     job: Any = SimpleNamespace(
         model=None, world=World(), config=load_config(None, ["eval.every=0"]), data=None,
         optimizer=SimpleNamespace(state={}, zero_grad=lambda **_: None),
-        keeper=SimpleNamespace(try_memory=tried.append),
+        parts=[SimpleNamespace(try_memory=lambda _, more: tried.append(more))],
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="memory"):
-        trial.run(job)
+        trial.try_memory(job)
     job.optimizer.state = {"of a resumed run": {}}
-    trial.run(job)
+    trial.try_memory(job)
     assert tried == [0]
 
 
@@ -78,13 +78,13 @@ def test_the_loss_that_is_tried_is_that_of_the_run(monkeypatch: pytest.MonkeyPat
     seen = list[Any]()
     monkeypatch.setattr(trial, "_put_back", lambda model: nullcontext())
     monkeypatch.setattr(trial, "gradients", lambda *_, loss: seen.append(loss))
-    monkeypatch.setattr(trial, "mean_loss", lambda model, batches, loss: seen.append(loss))
+    monkeypatch.setattr(evaluation, "mean_loss", lambda model, batches, loss: seen.append(loss))
     for name in ("state_of", "squared_norm", "all_reduce_sum"):
         monkeypatch.setattr(trial, name, MagicMock())
-    job = MagicMock(config=load_config(None, ["eval.every=1"]), world=World())
+    job = MagicMock(config=load_config(None, ["eval.every=1"]), world=World(), parts=[evaluation.Evaluation()])
     job.batch.return_value = [SimpleNamespace(targets=3)]
-    trial.run(job)
-    assert seen == [job.loss, job.loss]
+    trial.try_memory(job)
+    assert seen == [job.specs.loss, job.specs.loss]
 
 
 def test_it_pays_on_a_gpu() -> None:

@@ -52,7 +52,7 @@ def agreement(
         keys |= {f"outer.{key}": tree["outer"][key] for key in ("every", *tree["outer"])}
         keys["layout.dp_replicate"] = config.written_layout.dp_replicate
     # A run may go on where the file lies elsewhere, or was changed; its history says the change.
-    keys |= {key: f"{Path(keys[key]).name}" for key in config.code}
+    keys |= {key: f"{Path(keys[key]).name}" for key in config.code if key in keys}
     resolved = {f"model.config.{key}": value for key, value in (model_config or {}).items() if key not in _VOLATILE}
     resolved |= {f"{WEIGHTS}{key}": digest for key, digest in (weights or {}).items()}
     return keys | resolved | {f"train.{key}": tree["train"][key] for key in _TRAIN_KEYS} | {FINGERPRINT: fingerprint}

@@ -32,7 +32,7 @@ READ_MORE = "every key, its unit and its default: fivefold train --keys"
 _MOST = 2**20  # characters of a run file
 _PLAIN = "write texts, numbers, true, false, null, lists and sections, without tags"
 
-CODE = (("objective", "path"), ("optimizer", "path"))  # keys that name code of the user's own
+CODE = (("objective", "path"), ("optimizer", "path"), ("train", "parts"))  # keys that name code of the user's own
 _SOURCES = (("data", "train"), ("data", "validation"))  # lists of sections; a mapping there replaces the list
 
 # Terms of pydantic -> terms of run files.
@@ -150,9 +150,18 @@ class RunFile:
         """Make the paths of named code absolute: they are relative to `folder`, that of the run file, or to the current
         folder where the command line names them."""
         for section, key in CODE:
-            at = self.tree.get(section)
-            if isinstance(at, dict) and isinstance(at.get(key), str) and at[key]:
-                at[key] = located(at[key], Path() if self.place((section, key)) == COMMAND_LINE else folder)
+            base = Path() if self.place((section, key)) == COMMAND_LINE else folder
+            at, value = self.tree.get(section), self.named_code(section, key)
+            if isinstance(at, dict) and value:
+                found = [located(text, base) for text in value]
+                at[key] = found if isinstance(at[key], list) else found[0]
+
+    def named_code(self, section: str, key: str) -> list[str]:
+        """The texts of a key of named code, one or several; what is no text is refused by the schema."""
+        at = self.tree.get(section)
+        value = at.get(key) if isinstance(at, dict) else None
+        texts = value if isinstance(value, list) else [value]
+        return [text for text in texts if text] if all(isinstance(text, str) for text in texts) else []
 
     def _path(self, dotted: str) -> Path_:
         """The path of a dotted key. The index of a data source may be omitted if there is only one.

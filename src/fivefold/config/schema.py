@@ -305,6 +305,12 @@ class TrainSection(Section):
         "go on with those that are left; not set: this machine alone, or what torchrun or srun has started",
     )
 
+    parts: Names = Field(
+        default=(),
+        description="parts of the user's own, FILE.py:NAME: classes that derive fivefold.Part, called at moments of a "
+        "step; see docs/howto/parts.md",
+    )
+
     leave_out: bool = Field(
         default=False,
         description="with train.nodes: leave out a node that the standing checks name, for wrong weights or rows or as "
@@ -822,8 +828,13 @@ class RunConfig(Section):
     @property
     def code(self) -> dict[str, str]:
         """The code of the user's own that a run executes, `PATH.py:NAME` by key."""
-        named = {"objective.path": self.objective.path, "optimizer.path": self.optimizer.path}
+        named = {"objective.path": self.objective.path, "optimizer.path": self.optimizer.path, **self.part_code}
         return {key: text for key, text in named.items() if text}
+
+    @property
+    def part_code(self) -> dict[str, str]:
+        """The code of the user's own parts, by key: `train.parts[0]`."""
+        return {f"train.parts[{at}]": text for at, text in enumerate(self.train.parts)}
 
     @property
     def run_dir(self) -> Path:
@@ -1038,6 +1049,9 @@ def check_best(config: RunConfig, *, has_validation: bool = True) -> None:
         raise UserError(f"{asked} is set, but {what}", fix=fix, more="docs/howto/best.md")
 
 
+_PAGES = {"objective.path": "losses", "optimizer.path": "optimizers", "train.parts": "parts"}
+
+
 def check_code(config: RunConfig) -> None:
     """Raise `UserError` if code that the run file names is not there, or in the folder of the model."""
     for key, text in config.code.items():
@@ -1046,7 +1060,7 @@ def check_code(config: RunConfig) -> None:
             raise UserError(
                 f"{key}: {code.path} is in the folder of the model, and nothing there is run",
                 fix="read it, and put it beside the run file",
-                more=f"docs/howto/{'losses' if key == 'objective.path' else 'optimizers'}.md",
+                more=f"docs/howto/{_PAGES[key.partition('[')[0]]}.md",
             )
 
 

@@ -107,6 +107,12 @@ def file_digest(path: Path, root: Path) -> str:
     return digest
 
 
+def digest_of_weights(folder: Path) -> str:
+    """A hash of the contents of the weights in a folder."""
+    root = cache_root()
+    return key_of([[path.name, file_digest(path, root)] for path in sorted(folder.glob("*.safetensors"))])
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a small text file so that no reader ever sees half of it. Raises UserError if it cannot be written."""
     with writing(path, instead=INSTEAD):

@@ -82,11 +82,11 @@ def _named(config: RunConfig, request: Request) -> dict[str, dict[str, str]]:
     file = RunFile.read(request.run).overridden(request.overrides)
     code, files = dict[str, str](), dict[str, str]()
     for section, key in CODE:
-        if f"{section}.{key}" in config.code:
-            path = file.tree[section][key].rpartition(":")[0]
-            base = Path() if file.place((section, key)) == COMMAND_LINE else request.run.parent
-            code[f"{section}.{key}"] = path
-            files[f"{section}.{key}"] = str(base / expanded(path))
+        base = Path() if file.place((section, key)) == COMMAND_LINE else request.run.parent
+        for at, text in enumerate(file.named_code(section, key)):
+            name = f"{section}.{key}" if isinstance(file.tree[section][key], str) else f"{section}.{key}[{at}]"
+            path = text.rpartition(":")[0]
+            code[name], files[name] = path, str(base / expanded(path))
     for key, sources in {"train": config.data.train, "validation": config.data.validation}.items():
         for at, source in enumerate(sources if isinstance(sources, tuple) else ()):
             files[f"data.{key}[{at}].path"] = source.path

@@ -1,4 +1,4 @@
-"""All that a rehearsal replaces: the environment that its `Trainer` takes, and functions deeper down, listed with the
+"""All that a rehearsal replaces: the environment that `build` takes, and functions deeper down, listed with the
 reason. Everything else is the code that trains."""
 
 import mmap
@@ -21,8 +21,8 @@ from fivefold.parallel.balance import runtime as balancing
 from fivefold.parallel.experts import runtime as expert
 from fivefold.parallel.offload import host_memory
 from fivefold.parallel.state import fill
-from fivefold.training.checkpoints import Resumed
 from fivefold.training.environment import Environment
+from fivefold.training.part import Resumed
 
 Wrap = Callable[[Any], Any]  # original function -> its replacement
 

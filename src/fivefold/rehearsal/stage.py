@@ -27,7 +27,7 @@ from fivefold.rehearsal.changes import AnswersAll, changed, environment
 from fivefold.rehearsal.request import Request, Seen
 from fivefold.rehearsal.synthetic import synthetic
 from fivefold.rehearsal.watch import Watch
-from fivefold.training.run import Trainer
+from fivefold.training.run import build, take_steps
 from fivefold.training.run_log import RunLog
 
 
@@ -76,13 +76,12 @@ def _train(request: Request, watch: Watch) -> None:
     config = parse_config(request.config)
     (config.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     data = synthetic(config, Path(request.folder)) if request.synthetic else prepare(config)
+    around = environment(is_full=request.is_full)
     with ExitStack() as stack:
         with watch.phase("build"):
-            job = Trainer.build(
-                config, world_of(request), data, RunLog(config.run_dir), stack, environment(is_full=request.is_full)
-            )
-        watch.built(job.model)
-        job.run()
+            run = build(config, world_of(request), data, RunLog(config.run_dir), stack, around)
+        watch.built(run.model)
+        take_steps(run, around.read)
 
 
 def play(folder: Path) -> NoReturn:

@@ -70,13 +70,14 @@ class Watch:
         """Inside, the parts of a run are recorded as phases."""
         from fivefold.training import run
         from fivefold.training.checkpoints import CheckpointManager
+        from fivefold.training.evaluation import Evaluation
 
         torch_internals.compiles()  # starts recording them
         with ExitStack() as stack:
             if self.full:
                 torch_internals.record_allocations()
                 stack.enter_context(self.full.calling(self._waited))
-            for owner, name, phase in ((run.Trainer, "_evaluate", "evaluation"), (CheckpointManager, "save", "save")):
+            for owner, name, phase in ((Evaluation, "measure", "evaluation"), (CheckpointManager, "save", "save")):
                 stack.enter_context(patch.object(owner, name, self._in_phase(getattr(owner, name), phase)))
             stack.enter_context(patch.object(run, "train_step", self._step(train_step)))
             yield

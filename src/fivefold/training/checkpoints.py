@@ -2,8 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,26 +23,15 @@ from fivefold.launch import rounds
 from fivefold.launch.kept import free_bytes
 from fivefold.parallel import plain
 from fivefold.parallel.state import state_of
+from fivefold.training import schedule
+from fivefold.training.display import Line
+from fivefold.training.environment import Environment
 from fivefold.training.keeping import HeldStep
+from fivefold.training.part import LiveRun, Part, Resumed
 from fivefold.training.run_log import RunLog
+from fivefold.training.step import StepResult
 
 IN_MEMORY = "memory"  # where a step is that no disk has
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """The point a run resumes from: steps done, and the counters in `state`. `where`: the checkpoint; None: a new run.
-
-    `warmup_steps`: that of the schedule so far. `damages`: one message per newer checkpoint skipped as damaged.
-    `unfinished`: of a step that no disk has, its `row` of metrics, and whether it `owes` an evaluation.
-    """
-
-    step: int = 0
-    state: Mapping[str, Any] = field(default_factory=dict)
-    where: str | None = None
-    damages: tuple[str, ...] = ()
-    warmup_steps: int | None = None
-    unfinished: Mapping[str, Any] | None = None
 
 
 class CheckpointManager:
@@ -223,6 +212,76 @@ class CheckpointManager:
         return checkpoint.agreement(
             config, self._data.fingerprint, model_config, bos=bos, weights=weights or self._weights
         )
+
+
+class Checkpoints(Part):
+    """Resumes the run, and saves it: on time, at its end, and when a part asks for it."""
+
+    def __init__(self, environment: Environment, memory: MemoryOfNode | None) -> None:
+        """`memory`: of this node, where steps are kept when other nodes go."""
+        self._environment, self._memory, self._tight = environment, memory, ""
+        self.manager: CheckpointManager
+
+    def build(self, run: LiveRun) -> None:
+        """Load the newest checkpoint into the run, which is built."""
+        self.manager = CheckpointManager(
+            run.config, run.model, run.optimizer, run.data, run.log, write=self._environment.write, memory=self._memory
+        )
+        run.resumed = resumed = self._environment.resume(self.manager, run.config)
+        run.progress.step = resumed.step
+        run.config = schedule.settled(run.config, run.total_steps, before=resumed.warmup_steps)
+        run.data.train.go_on(resumed.state)
+        if resumed.where is None:
+            return
+        run.progress.load(resumed.state)
+        of_parts = resumed.state.get("parts", {})
+        for part in run.parts:
+            if part.name in of_parts:
+                part.load(of_parts[part.name])
+
+    def begin(self, run: LiveRun) -> None:
+        self._tight = checkpoint.on_first_rank(
+            lambda: self._environment.check_disk(run.model, run.config, step=run.step, total_steps=run.total_steps)
+        )
+
+    def lines(self, run: LiveRun) -> Sequence[Line]:
+        return [("DISK", self._tight)] if self._tight else []
+
+    @contextmanager
+    def running(self, run: LiveRun) -> Iterator[None]:
+        self.manager.forget()
+        try:
+            yield
+        finally:
+            self.manager.close()
+
+    def try_memory(self, run: LiveRun, more: int) -> None:
+        self.manager.try_memory(more)
+
+    def interrupts(self, run: LiveRun) -> bool:
+        return self.manager.failed is not None
+
+    def after_update(self, run: LiveRun, result: StepResult) -> None:
+        self.manager.report(run.step)
+
+    def after_step(self, run: LiveRun, row: dict[str, Any]) -> None:
+        asked = [part.saves(run) for part in run.parts]  # of each: they may ask together
+        if run.due(run.config.checkpoint.every) or run.is_over or any(asked):
+            for part in run.parts:
+                part.at_save(run)
+            self.manager.save(run.config, run.step, run.state(), run.progress.best)
+
+    def finish_step(self, run: LiveRun, row: dict[str, Any], *, owes: bool) -> None:
+        self.after_step(run, row)
+
+    def finish(self) -> None:
+        """Wait for the last save. Raises, on every rank, the error of a failed one."""
+        self.manager.finish()
+        if self.manager.failed:
+            raise self.manager.failed
+
+    def at_end(self, run: LiveRun) -> None:
+        self.manager.finish()
 
 
 def _told(passed: Mapping[str, str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +31,23 @@ SAMPLE_LINES = 5  # of a generated text, at most
 
 Row = Mapping[str, Any]
 Line = tuple[str, str]  # (label, text); an empty label continues the line above
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the model wrote after `step` steps. `prompt`: the text before it; of a conversation, as people read it, and
+    its turns are `messages`."""
+
+    step: int
+    prompt: str
+    text: str
+    messages: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The line of `samples.jsonl`."""
+        turns = {"messages": self.messages} if self.messages else {}
+        return {"step": self.step, "prompt": self.prompt, **turns, "text": self.text}
 
 
 def open_display(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from fivefold.config import RunConfig
-from fivefold.core.cache import cache_root, entry, key_of, locked
+from fivefold.core.cache import cache_root, digest_of_weights, entry, key_of, locked
 from fivefold.core.errors import UserError
 from fivefold.core.files import cannot_write, take_space
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
@@ -42,7 +42,6 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.loss.tasks import TopLogProbs
 from fivefold.parallel.state import state_of
 from fivefold.training.inputs import evaluating, to_device
-from fivefold.training.reference import digest_of_weights
 
 _VERSION = 2  # raise when the numbers change
 _TOKENS, _LOG_PROBS, _LOCK = "tokens.npy", "log_probs.npy", "lock"

@@ -1,13 +1,17 @@
 """The text around a run: a description before the first step, and where everything is after the last."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fivefold.config import RunConfig
+from fivefold.core import history
 from fivefold.core.history import History, changes
+from fivefold.core.named_code import NamedCode
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.step_folders import steps
 from fivefold.core.units import GIB, human, human_bytes, many
@@ -21,19 +25,45 @@ from fivefold.parallel.fp8 import header as fp8
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, PRECISION_OF
 from fivefold.parallel.offload.host_memory import HOST
 from fivefold.parallel.state import state_of
-from fivefold.training import preflight, schedule
-from fivefold.training.job import Job
-
-if TYPE_CHECKING:
-    from fivefold.training.checkpoints import Resumed
-
+from fivefold.training import preflight, record, schedule
+from fivefold.training.display import Line
+from fivefold.training.part import LiveRun
 
 _FILES = ("metrics.jsonl", "samples.jsonl", "checkpoints/", "hf/", "tensorboard/", "logs/", "run.yaml")
 
 
-def lines(job: Job, *, compiled: bool, resumed: "Resumed") -> list[tuple[str, str]]:
-    """(label, text) rows of the header."""
-    state, config, world = state_of(job.model), job.config, job.world
+def open_log(run: LiveRun, stack: ExitStack, *, attention: str) -> None:
+    """Open the display and the files, on rank 0, and show the header. `stack` closes them. `attention`: see
+    `kernels.choose`."""
+    about = _about_this_start(run)
+    run.log.open(
+        stack, run.config, lines(run, about, attention=attention), about, step=run.step,
+        total_steps=run.total_steps, total_tokens=schedule.total_tokens(run.config, run.data, run.total_steps),
+        is_unfinished=run.resumed.unfinished is not None,
+    )  # fmt: skip
+
+
+def _about_this_start(run: LiveRun) -> dict[str, Any]:
+    """The history's record of a start: machine, versions, layout, schedule and data."""
+    return {
+        **history.surroundings(),
+        "device": record.device_name(run.world.device),
+        "layout": str(state_of(run.model).plan.layout),
+        "world": run.world.size,
+        "devices_per_node": run.world.local_size,
+        "nodes": run.world.nodes,
+        "resumed": run.resumed.where,
+        "damages": list(run.resumed.damages),
+        "schedule": run.schedule,
+        "code": {key: NamedCode.read(text, key).digest for key, text in run.config.code.items()},
+        "data": asdict(run.data.counts) | {"vocabulary": run.data.tokenizer.vocab_size},
+    }
+
+
+def lines(run: LiveRun, about: Mapping[str, Any], *, attention: str) -> list[Line]:
+    """(label, text) rows of the header. `about`: this start, as the history has it. `attention`: see
+    `kernels.choose`."""
+    state, config, world = state_of(run.model), run.config, run.world
     layout = state.plan.layout
     on = " ".join(f"{axis} {size}" for axis, size in layout.degrees.items()) or "one process"
     accumulation = layout.accumulation(config.train.global_batch_size)
@@ -44,38 +74,43 @@ def lines(job: Job, *, compiled: bool, resumed: "Resumed") -> list[tuple[str, st
     name = state.plan.anatomy.model_class
     rows = [
         ("run", f"{config.run_dir}   seed {config.train.seed}"),
-        ("model", f"{name} {human(job.costs.parameters)} parameters, {config.model.init} weights"),
+        ("model", f"{name} {human(run.costs.parameters)} parameters, {config.model.init} weights"),
         *adapters.lines(state.plan, config.adapter.lora, config.adapter.path),
-        *(("data" if i == 0 else "", line) for i, line in enumerate(job.data.counts.lines())),
-        *_tokenizer_lines(job),
-        *([("loss", f"{config.objective.path}   {job.loss.digest}")] if job.loss else []),
+        *(("data" if i == 0 else "", line) for i, line in enumerate(run.data.counts.lines())),
+        *_tokenizer_lines(run),
+        *([("loss", f"{config.objective.path}   {run.specs.loss.digest}")] if run.specs.loss else []),
         ("layout", f"{layout}   {on}   {world.size} worker{'s' if world.size > 1 else ''} on {device}"),
         ("batch", f"{batch} x data ranks {layout.data_ranks}   {_rows(config)}"),
         *_outer_lines(config),
         (
             "length",
-            f"{schedule.epochs_text(config, job.data, job.total_steps)}   warm-up {warmup}, then {scheduler.name}",
+            f"{schedule.epochs_text(config, run.data, run.total_steps)}   warm-up {warmup}, then {scheduler.name}",
         ),
         (
             "compute",
             f"{layout.precision}, reduced in {PRECISION_OF[state.reduce_dtype]}"
-            f"{', blocks compiled' if compiled else ''}{_attention(job)}",
+            f"{', blocks compiled' if state.plan.compiled else ''}{_attention(run, attention)}",
         ),
         *([("recompute", f"{state.plan.recompute}")] if layout.recompute != "none" else []),
         *fp8.lines(state.plan, config.data.seq_length, world.device),
-        *_offload_lines(job),
-        *_states_lines(job),
-        *_mfu_lines(job),
+        *_offload_lines(run),
+        *_states_lines(run),
+        *_mfu_lines(run),
     ]
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
         rows.append(("", "this device has no bf16 instructions: precision.compute=fp32 is up to 100 x faster here"))
-    alone = [f"{line}: docs/howto/data.md says how to train on both" for line in job.data.counts.answers_alone]
-    too_long = schedule.warning(config, job.total_steps)
+    alone = [f"{line}: docs/howto/data.md says how to train on both" for line in run.data.counts.answers_alone]
+    too_long = schedule.warning(config, run.total_steps)
     rows += [("WARNING", line) for line in (*alone, too_long, threads_warning(world)) if line]
-    rows += [("DAMAGED", damage) for damage in resumed.damages]
-    if resumed.where:
-        rows.append(("resume", f"from {resumed.where}, step {job.step} of {job.total_steps}"))
-    return rows
+    rows += [("DAMAGED", damage) for damage in run.resumed.damages]
+    if run.resumed.where:
+        rows.append(("resume", f"from {run.resumed.where}, step {run.step} of {run.total_steps}"))
+        rows += changed(history.load(config.run_dir), about, step=run.step)
+    if run.specs.told:
+        rows.append(("compared", run.specs.told))
+    if run.specs.teacher is not None:
+        rows.append(("teacher", run.specs.teacher.told))
+    return rows + [line for part in run.parts for line in part.lines(run)]
 
 
 def _rows(config: RunConfig) -> str:
@@ -94,15 +129,15 @@ def _outer_lines(config: RunConfig) -> list[tuple[str, str]]:
     return [("outer", f"{meet}: {how}")] if outer.every else []
 
 
-def _attention(job: Job) -> str:
+def _attention(run: LiveRun, kernel: str) -> str:
     """The attention kernel, if there is a choice; else an empty string."""
     by = {"fa3": "FlashAttention 3", "fa2": "FlashAttention 2", "compiled": "a kernel for this CPU"}
-    return f", attention by {by[job.attention]}{_not_flash(job)}" if job.attention in by else ""
+    return f", attention by {by[kernel]}{_not_flash(run)}" if kernel in by else ""
 
 
-def _not_flash(job: Job) -> str:
+def _not_flash(run: LiveRun) -> str:
     """The fallback for attention on a GPU for which FlashAttention lacks a kernel; an empty string if none is used."""
-    state, device, config = state_of(job.model), torch.device(job.world.device), job.model.config.get_text_config()
+    state, device, config = state_of(run.model), torch.device(run.world.device), run.model.config.get_text_config()
     is_capped, window = hf_internals.has_softcap(config), getattr(config, "sliding_window", None)
     if device.type != "cuda" or not (is_capped or (window and state.context.row_groups)):
         return ""
@@ -116,25 +151,25 @@ def _not_flash(job: Job) -> str:
     return f", of {of} block by block ({why})" if why else f", of {of} by Triton kernels"
 
 
-def _tokenizer_lines(job: Job) -> list[tuple[str, str]]:
+def _tokenizer_lines(run: LiveRun) -> list[tuple[str, str]]:
     """A warning if `AutoTokenizer` forces another tokenizer class in the folder of this kind of model."""
-    kind = job.model.config.get_text_config().model_type
+    kind = run.model.config.get_text_config().model_type
     taken = hf_internals.forced_tokenizer_class(kind)
-    if taken in (None, job.data.tokenizer.kind):
+    if taken in (None, run.data.tokenizer.kind):
         return []
     return [
         ("", f"AutoTokenizer reads any tokenizer beside a {kind} model by {taken}: a saved one may get other tokens")
     ]
 
 
-def memory_line(job: Job, peaks: Mapping[str, float | None]) -> str:
+def memory_line(run: LiveRun, peaks: Mapping[str, float | None]) -> str:
     """Memory of the trial before the first step on the fullest rank, with the GPU's total and the planned amount."""
     taken, reserved = peaks["memory/peak_gib"], peaks.get("memory/peak_reserved_gib")
     if taken is None:
         return ""
-    on_gpu = job.world.device != "cpu"
-    has = torch.cuda.get_device_properties(job.world.device).total_memory / GIB if on_gpu else None
-    planned = preflight.planned_gib(job.config, job.world, state_of(job.model).plan.facts)
+    on_gpu = run.world.device != "cpu"
+    has = torch.cuda.get_device_properties(run.world.device).total_memory / GIB if on_gpu else None
+    planned = preflight.planned_gib(run.config, run.world, state_of(run.model).plan.facts)
     beside = [f"{reserved:.1f} reserved" if reserved else "", f"planned {planned:.1f}" if planned else ""]
     brackets = ", ".join(filter(None, beside))
     of = f" of {has:.1f}" if has else ""
@@ -156,57 +191,63 @@ def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tup
     return [("changed", "; ".join(found))] if found else []
 
 
-def _offload_lines(job: Job) -> list[tuple[str, str]]:
+def _offload_lines(run: LiveRun) -> list[tuple[str, str]]:
     """Bytes that this rank offloads to host memory or to files, by kind."""
-    state, place = state_of(job.model), job.config.memory.offload_to
+    state, place = state_of(run.model), run.config.memory.offload_to
     if state.offload.memory is None:
         return []
-    sizes = {what: size for what, size in preflight.bytes_of(state.plan, job.config).host.items() if size}
+    sizes = {what: size for what, size in preflight.bytes_of(state.plan, run.config).host.items() if size}
     what = " and ".join(f"{human_bytes(size)} of {kind}" for kind, size in sizes.items()) or "nothing"
     rows = [("offload", f"{what} of this rank to {'host memory' if place == HOST else place}")]
-    if job.world.device == "cpu" and place == HOST:
+    if run.world.device == "cpu" and place == HOST:
         rows.append(("", "the device is the CPU, whose memory that is: only memory.offload_to=FOLDER saves any"))
     return rows
 
 
-def _states_lines(job: Job) -> list[tuple[str, str]]:
+def _states_lines(run: LiveRun) -> list[tuple[str, str]]:
     """The type in which the optimizer keeps its state, if it is not that of the weights."""
-    placement, kinds = state_of(job.model).placement, OPTIMIZERS[job.config.optimizer.name].state.values()
+    placement, kinds = state_of(run.model).placement, OPTIMIZERS[run.config.optimizer.name].state.values()
     if placement.layout.state_dtype == "fp32":
         return []
     held = [name for name in placement.shards if placement.holds(name)]
-    master, numbers = next(job.model.parameters()).element_size(), sum(placement.held_bytes(name, 1) for name in held)
+    master, numbers = next(run.model.parameters()).element_size(), sum(placement.held_bytes(name, 1) for name in held)
     each = sum(placement.state_bytes(name, master) for name in held) / numbers
     what = f"{', '.join(kinds)}: {each:.3g} bytes a number, not {master}; vectors stay as they were"
     return [("states", f"{placement.layout.state_dtype} {what}")]
 
 
-def _mfu_lines(job: Job) -> list[tuple[str, str]]:
+def _mfu_lines(run: LiveRun) -> list[tuple[str, str]]:
     """The peak that MFU is measured against, and which FLOPs count; no row on a CPU."""
-    if job.world.device == "cpu":
+    if run.world.device == "cpu":
         return []
-    if job.peak_tflops is None:
+    if run.peak_tflops is None:
         return [("mfu", "not shown: the peak of this device is not known")]
     counted = "6 x matmul weights x tokens + causal attention (halved), no recompute"
-    return [("mfu", f"of {job.peak_tflops:g} TFLOP/s; counted: {counted}")]
+    return [("mfu", f"of {run.peak_tflops:g} TFLOP/s; counted: {counted}")]
 
 
-def closing_lines(job: Job, why: str | None) -> list[tuple[str, str]]:
+def close(run: LiveRun, why: str = "") -> None:
+    """Show where everything is, and what to type next. `why`: why the run ends before its last step."""
+    if run.world.is_first:  # `closing_lines` looks for files
+        run.log.display.closing(closing_lines(run, why))
+
+
+def closing_lines(run: LiveRun, why: str) -> list[Line]:
     """(label, text) rows shown at the end: results, files, and what to type next."""
-    run = job.config.run_dir
-    val = f"validation loss {job.last_eval:.3f}   " if job.last_eval is not None else ""
-    skipped = f"   {job.skipped} steps skipped" if job.skipped else ""
-    there = [name for name in _FILES if (run / name.rstrip("/")).exists()]
-    best, is_kept = job.best.step, job.best.step in steps(run / "checkpoints")
+    folder = run.config.run_dir
+    val = f"validation loss {run.progress.last_eval:.3f}   " if run.progress.last_eval is not None else ""
+    skipped = f"   {run.progress.skipped} steps skipped" if run.progress.skipped else ""
+    there = [name for name in _FILES if (folder / name.rstrip("/")).exists()]
+    best, is_kept = run.progress.best.step, run.progress.best.step in steps(folder / "checkpoints")
     commands = next_commands(
-        job.config, step=job.step, total_steps=job.total_steps, best=best if is_kept else None,
-        converses=job.data.converses,
-        stopped_early=job.step < job.total_steps and job.best.is_over(job.config.eval.stop.patience),
+        run.config, step=run.step, total_steps=run.total_steps, best=best if is_kept else None,
+        converses=run.data.converses,
+        stopped_early=bool(run.why_stopped),
     )  # fmt: skip
     return [
-        ("done", why or f"{val}{job.step} steps, {job.tokens_seen:,} tokens{skipped}"),
-        *([("best", f"{job.best}{'' if is_kept else '; not kept (checkpoint.keep_best)'}")] if best else []),
-        ("read", schedule.epochs_text(job.config, job.data, job.step)),
-        ("files", f"{run}/  {'  '.join(there)}"),
+        ("done", why or f"{val}{run.step} steps, {run.progress.tokens_seen:,} tokens{skipped}"),
+        *([("best", f"{run.progress.best}{'' if is_kept else '; not kept (checkpoint.keep_best)'}")] if best else []),
+        ("read", schedule.epochs_text(run.config, run.data, run.step)),
+        ("files", f"{folder}/  {'  '.join(there)}"),
         *(("" if number else "next", line) for number, line in enumerate(commands)),
     ]

@@ -5,31 +5,31 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.training.job import Job
+from fivefold.training.part import LiveRun
 from fivefold.training.step import StepResult
 
 
-def row(job: Job, result: StepResult, rate: float, *, seconds: float, waited: float) -> dict[str, Any]:
+def row(run: LiveRun, result: StepResult, rate: float, *, seconds: float, waited: float) -> dict[str, Any]:
     """The row of the step just done at learning rate `rate`. It took `seconds`, `waited` of them for its rows."""
     tokens_per_second = result.tokens / seconds
-    flops_done = job.costs.per_token * result.tokens + job.costs.per_squared_length * result.squared_lengths
-    tflops = flops_done / seconds / job.world.size / 1e12
-    peak, measured = job.peak_tflops, job.measured_tflops
+    flops_done = run.costs.per_token * result.tokens + run.costs.per_squared_length * result.squared_lengths
+    tflops = flops_done / seconds / run.world.size / 1e12
+    peak, measured = run.peak_tflops, run.measured_tflops
     return {
-        "step": job.step,
+        "step": run.step,
         "train/loss": finite(result.loss),
         "train/grad_norm": finite(result.grad_norm),
         "train/learning_rate": rate,
-        "train/tokens_seen": job.tokens_seen,
-        "train/skipped_steps": job.skipped,
+        "train/tokens_seen": run.progress.tokens_seen,
+        "train/skipped_steps": run.progress.skipped,
         "perf/tokens_per_second": tokens_per_second,
-        "perf/tokens_per_second_per_device": tokens_per_second / job.world.size,
+        "perf/tokens_per_second_per_device": tokens_per_second / run.world.size,
         "perf/tflops_per_device": tflops,
         "perf/mfu_pct": 100 * tflops / peak if peak else None,
         **({"perf/matmul_pct": 100 * tflops / measured} if measured else {}),
         "perf/step_seconds": seconds,
         "perf/data_wait_pct": 100 * waited / seconds,
-        "perf/elapsed_seconds": job.log.seconds_before + time.monotonic() - job.began,
+        "perf/elapsed_seconds": run.log.seconds_before + time.monotonic() - run.log.began,
         **result.balance.metrics(),
         **{name: finite(number) for name, number in result.metrics.items()},
     }

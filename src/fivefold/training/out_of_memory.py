@@ -29,8 +29,8 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.memory import BETWEEN_STEPS, REST
 from fivefold.parallel.state import state_of
 from fivefold.training import advice
-from fivefold.training.job import Job
 from fivefold.training.model import build_model
+from fivefold.training.part import LiveRun
 from fivefold.training.peak_memory import resident
 
 TRIAL = "training/trial.py"
@@ -48,10 +48,10 @@ _PHASES = (
     ("training/checkpoints.py", "save", "a save"),
     ("training/checkpoints.py", "try_memory", "the memory of a save"),
     ("training/checkpoints.py", "resume", "loading the checkpoint"),
-    ("training/run.py", "_evaluate", "an evaluation"),
+    ("training/evaluation.py", "measure", "an evaluation"),
     ("training/step.py", "mean_loss", "an evaluation"),
     ("training/samples.py", "draw", "a sample"),
-    ("training/run.py", "_check", "the standing checks"),
+    ("training/checks/", "after_step", "the standing checks"),
     ("torch/autograd/", "backward", "backward"),
     ("torch/autograd/", "_engine_run_backward", "backward"),
     ("training/step.py", "gradients", "forward"),
@@ -62,15 +62,15 @@ _OF_STEP = ("forward", "backward", "the optimizer")
 
 
 @contextmanager
-def advised(config: RunConfig, world: World, data: PreparedData, job: Job | None = None) -> Iterator[None]:
+def advised(config: RunConfig, world: World, data: PreparedData, run: LiveRun | None = None) -> Iterator[None]:
     """Turn an out-of-memory error raised inside into a `RunFailed` with advice. Re-raises the error itself if the
-    planner has none. `job`: None while it is built."""
+    planner has none. `run`: None while it is built."""
     try:
         yield
     except Exception as error:
         if not is_want_of_memory(error):
             raise
-        found = _advice(error, config, world, data, job)
+        found = _advice(error, config, world, data, run)
         if found is None:
             raise
         raise found from error
@@ -83,30 +83,32 @@ def advise(death: WorkerDied, config: RunConfig, ranks: int) -> None:
         death.fix = "\n".join([death.fix or "", *advice.to_fit(config, cluster)]).strip()
 
 
-def _advice(error: Exception, config: RunConfig, world: World, data: PreparedData, job: Job | None) -> RunFailed | None:
+def _advice(
+    error: Exception, config: RunConfig, world: World, data: PreparedData, run: LiveRun | None
+) -> RunFailed | None:
     """The error that the failing rank raises; None if the planner cannot be asked, or memory is too scarce for it."""
     with suppress(Exception):
         what, phase = str(error), phase_of(error.__traceback__)
-        there = held(what, world.device, job)
+        there = held(what, world.device, run)
         traceback.clear_frames(error.__traceback__)  # frees the step's tensors: on a CPU the planner needs the memory
         is_of_host = world.device != "cpu" and not isinstance(error, torch.OutOfMemoryError)
-        where = f"rank {world.rank}: memory ran out in {phase}, {_when(error, phase, job)}"
+        where = f"rank {world.rank}: memory ran out in {phase}, {_when(error, phase, run)}"
         if is_of_host:
             return RunFailed(f"{where}: that of the machine, not of its GPUs{_asked(what)}", fix=_for_host(world))
         kind, lora = "cpu" if world.device == "cpu" else "cuda", config.adapter.lora
         cluster = _within_addresses(cluster_here(kind, world.size, world.local_size, config.hardware))
-        facts = state_of(job.model).plan.facts if job else adapted(facts_of(build_model(config, data)), lora)
+        facts = state_of(run.model).plan.facts if run else adapted(facts_of(build_model(config, data)), lora)
         lines = advice.to_fit(config, cluster, facts, rank=world.rank, needed=there.needed, measured=there.items)
         fix = [line for line in (address_said() if kind == "cpu" else "", *lines) if line]
         return RunFailed(f"{where}{_asked(what)}{there.left}", fix="\n".join(fix))
     return None
 
 
-def _when(error: Exception, phase: str, job: Job | None) -> str:
-    if job is None:
+def _when(error: Exception, phase: str, run: LiveRun | None) -> str:
+    if run is None:
         return "before the first step"
     is_trial = any(frame.filename.endswith(TRIAL) for frame in traceback.extract_tb(error.__traceback__))
-    return "the trial before the first step" if is_trial else f"step {job.step + (phase in _OF_STEP)}"
+    return "the trial before the first step" if is_trial else f"step {run.step + (phase in _OF_STEP)}"
 
 
 def _within_addresses(cluster: Cluster) -> Cluster:
@@ -142,9 +144,9 @@ class Held:
     left: str
 
 
-def held(message: str, device: str, job: Job | None) -> Held:
+def held(message: str, device: str, run: LiveRun | None) -> Held:
     """Measure memory from the text of torch's error, which describes the moment of failure, and the run's tensors."""
-    own = _states(job) if job else dict.fromkeys(BETWEEN_STEPS, 0)
+    own = _states(run) if run else dict.fromkeys(BETWEEN_STEPS, 0)
     said = {name: _bytes(found[1]) for name, pattern in _THERE.items() if (found := re.search(pattern, message))}
     if device == "cpu" and "allocated" not in said:
         peak = 1024 * (resident("VmHWM") or 0)
@@ -157,19 +159,19 @@ def held(message: str, device: str, job: Job | None) -> Held:
     return Held(items, sum(items.values()) + asked_bytes(message), left)
 
 
-def _states(job: Job) -> dict[str, float]:
+def _states(run: LiveRun) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer state on the rank's device."""
-    device = torch.device(job.world.device).type
+    device = torch.device(run.world.device).type
 
     def size(tensors: Any) -> float:
         mine = (local(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor))
         return float(sum(tensor.nbytes for tensor in mine if tensor.device.type == device))
 
-    parameters = list(job.model.parameters())
+    parameters = list(run.model.parameters())
     return {
         "parameters": size(parameters),
         "gradients": size(parameter.grad for parameter in parameters),
-        "optimizer state": size(value for state in job.optimizer.state.values() for value in state.values()),
+        "optimizer state": size(value for state in run.optimizer.state.values() for value in state.values()),
     }
 
 

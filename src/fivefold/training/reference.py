@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fivefold.checkpoint.base import base_source
 from fivefold.config import RunConfig
-from fivefold.core.cache import cache_root, entry, file_digest, key_of, locked
+from fivefold.core.cache import cache_root, digest_of_weights, entry, key_of, locked
 from fivefold.core.errors import UserError
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.core.units import many
@@ -25,7 +25,9 @@ from fivefold.data.rows import PackedRows
 from fivefold.models.build import weights_folder
 from fivefold.models.sources import TensorSource, open_weights
 from fivefold.parallel import plain
+from fivefold.parallel.loss.own import TokenLoss
 from fivefold.parallel.state import fill, state_of
+from fivefold.training.distillation import Teacher
 from fivefold.training.objectives import Objective
 from fivefold.training.preference import ObjectiveSpec, Table, table
 
@@ -35,11 +37,14 @@ _FILE = "log_probs.npy"
 
 @dataclass(frozen=True)
 class ObjectiveSpecs:
-    """The objectives of the steps and evaluations of a run; None: the mean over targets."""
+    """The objectives of the steps and evaluations of a run; None: the mean over targets. `told`: describes the
+    reference, for the header. `loss`: one of the user's own, in place of cross entropy. `teacher`: of distillation."""
 
     train: ObjectiveSpec | None = None
     validation: ObjectiveSpec | None = None
-    told: str = ""  # describes the reference, for the header
+    told: str = ""
+    loss: TokenLoss | None = None
+    teacher: Teacher | None = None
 
 
 @dataclass(frozen=True)
@@ -157,12 +162,6 @@ def _batches(model: Any, rows: PackedRows) -> Iterator[MicroBatch]:
         data_rank=placement.data_rank, data_ranks=layout.data_ranks, micro_batch_size=layout.micro_batch_size,
         row_multiple=layout.row_multiple,
     )  # fmt: skip
-
-
-def digest_of_weights(folder: Path) -> str:
-    """A hash of the contents of the weights in a folder."""
-    root = cache_root()
-    return key_of([[path.name, file_digest(path, root)] for path in sorted(folder.glob("*.safetensors"))])
 
 
 def _write(folder: Path, numbers: Table) -> None:

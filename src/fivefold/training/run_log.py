@@ -5,6 +5,7 @@ Only the first rank reports. On the other ranks a `RunLog` is never opened, so n
 
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -22,22 +23,22 @@ from fivefold.launch import rounds
 from fivefold.launch.events import Events, Listener
 from fivefold.launch.folder import LOCK, FolderLock
 from fivefold.training import record
-from fivefold.training.display import Line, open_display, unseen
-from fivefold.training.samples import Sample
+from fivefold.training.display import Line, Sample, open_display, unseen
 from fivefold.training.trackers import TRACKERS, TrackerSink
 
 
 class RunLog:
     """The outputs of a run. `display`: the screen. `events`: the Python callbacks. `folder`: the run folder.
 
-    `seconds_before`: time that earlier starts of this run took, up to the step that this one resumes from.
+    `seconds_before`: time that earlier starts of this run took, up to the step that this one resumes from. `began`: the
+    clock at this start.
     """
 
     def __init__(self, run_dir: Path, events: Events | None = None, *, round: int = 0) -> None:
         """`round`: see `World`."""
         self.events: Events = events or Listener()  # without callbacks
         self.folder = HeldFolder(run_dir, round)
-        self.seconds_before = 0.0
+        self.seconds_before, self.began = 0.0, time.monotonic()
         self._written = 0  # the last step with a row of an earlier start
         self.display = unseen()
         self._sinks: list[JsonLines | TrackerSink] = []

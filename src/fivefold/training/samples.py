@@ -1,7 +1,6 @@
 """The samples of a run: texts that it continues and conversations that it answers, drawn between steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,29 +14,14 @@ from fivefold.data.prepare import PreparedData
 from fivefold.generation.opened import Opened
 from fivefold.generation.prompts import Prompt, prompt_of, read_records
 from fivefold.generation.text import pieces
+from fivefold.training.display import Sample
+from fivefold.training.part import LiveRun, Part
 
 OF_FILE = 16  # records of `sample.file` that are answered
 DRAWING = {"temperature": 0.7, "top_k": 40}
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What the model wrote after `step` steps. `prompt`: the text before it; of a conversation, as people read it, and
-    its turns are `messages`."""
-
-    step: int
-    prompt: str
-    text: str
-    messages: Sequence[Mapping[str, Any]] = ()
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """The line of `samples.jsonl`."""
-        turns = {"messages": self.messages} if self.messages else {}
-        return {"step": self.step, "prompt": self.prompt, **turns, "text": self.text}
-
-
-class Samples:
+class Samples(Part):
     """The prompts of a run's samples, as tokens. Every rank has them, and makes the same calls."""
 
     def __init__(self, config: RunConfig, model: Any, data: PreparedData) -> None:
@@ -51,6 +35,10 @@ class Samples:
             self._opened = Opened(info.folder, model, info.load(), info, (info.eos_token_id,), {})
             records = checkpoint.on_first_rank(lambda: list(_records(config)))
             self._prompts = [prompt_of(self._opened, record, where) for record, where in records]
+
+    def after_step(self, run: LiveRun, row: dict[str, Any]) -> None:
+        if run.due(run.config.sample.every):
+            run.log.sampled(list(self.draw(run.step)))
 
     def draw(self, step: int) -> Iterator[Sample]:
         """Write on from each prompt; every rank consumes all samples."""

@@ -17,7 +17,7 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.files import replace
 from fivefold.launch.folder import last_logged_step
-from fivefold.training.samples import Sample
+from fivefold.training.display import Sample
 
 PROJECT = "fivefold"
 IDS = "trackers.json"

@@ -5,9 +5,8 @@ step on, is allocated; a micro batch of an evaluation; and the allocation for a 
 gradients, random state, buffers, router counts. No parameter changes, and no row is consumed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import islice
 from typing import Any
 
 import torch
@@ -15,9 +14,12 @@ import torch
 from fivefold.config import RunConfig
 from fivefold.launch.world import World
 from fivefold.parallel.state import state_of
-from fivefold.training import preflight
-from fivefold.training.job import Job
-from fivefold.training.step import all_reduce_sum, gradients, mean_loss, squared_norm
+from fivefold.training import header, preflight
+from fivefold.training.display import Line
+from fivefold.training.out_of_memory import advised
+from fivefold.training.part import LiveRun, Part
+from fivefold.training.peak_memory import PeakMemory
+from fivefold.training.step import all_reduce_sum, gradients, squared_norm
 
 ROUNDS = 2  # micro batches of a step without a pipeline: the second one runs while the first one's gradients exist
 
@@ -27,31 +29,50 @@ def pays(config: RunConfig, world: World) -> bool:
     return world.device != "cpu" if config.memory.trial == "auto" else config.memory.trial
 
 
-def run(job: Job) -> None:
-    """Try the memory of a run before its first step; every rank calls this."""
-    with _put_back(job.model), ExitStack() as until_then:
-        until_then.callback(job.optimizer.zero_grad, set_to_none=True)
-        saved, on_device = (0, 0) if job.optimizer.state else preflight.optimizer_bytes(job.model, job.config)
-        kept = torch.full((on_device,), 1, dtype=torch.uint8, device=job.world.device)
-        _step(job)
-        job.optimizer.zero_grad(set_to_none=True)
-        if job.config.eval.every and job.data.validation:
-            mean_loss(job.model, islice(job.evaluation(job.data.validation), 1), job.loss)
-        job.keeper.try_memory(saved)
+class Trial(Part):
+    """Tries the memory of a run before its first step."""
+
+    def __init__(self, memory: PeakMemory) -> None:
+        self._memory, self._told = memory, ""
+
+    def begin(self, run: LiveRun) -> None:
+        if not pays(run.config, run.world) or run.step >= run.total_steps:
+            return
+        with advised(run.config, run.world, run.data, run):
+            try_memory(run)
+        peaks = self._memory.over_ranks()
+        if run.world.device != "cpu":
+            torch.cuda.reset_peak_memory_stats(run.world.device)
+        self._told = header.memory_line(run, peaks) if run.world.is_first else ""
+
+    def lines(self, run: LiveRun) -> Sequence[Line]:
+        return [("memory", self._told)] if self._told else []
+
+
+def try_memory(run: LiveRun) -> None:
+    """Take the memory of a step, an evaluation and a save; every rank calls this."""
+    with _put_back(run.model), ExitStack() as until_then:
+        until_then.callback(run.optimizer.zero_grad, set_to_none=True)
+        saved, on_device = (0, 0) if run.optimizer.state else preflight.optimizer_bytes(run.model, run.config)
+        kept = torch.full((on_device,), 1, dtype=torch.uint8, device=run.world.device)
+        _step(run)
+        run.optimizer.zero_grad(set_to_none=True)
+        for part in run.parts:
+            part.try_memory(run, saved)
         del kept
-    if job.world.device != "cpu":
+    if run.world.device != "cpu":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # blocks of the trial's sizes; the run allocates its own
 
 
-def _step(job: Job) -> None:
+def _step(run: LiveRun) -> None:
     """Run the next step without its update: forward, backward and the norm."""
-    state, batch = state_of(job.model), job.batch(job.step)
+    state, batch = state_of(run.model), run.batch(run.step)
     rounds = batch[:ROUNDS] if state.placement.stages.count == 1 else batch  # a pipeline has many in flight
     scale = 1.0 / max(sum(round_.targets for round_ in rounds), 1)
-    gradients(job.model, rounds, torch.tensor(scale, dtype=torch.float64, device=job.world.device), loss=job.loss)
+    gradients(run.model, rounds, torch.tensor(scale, dtype=torch.float64, device=run.world.device), loss=run.specs.loss)
     state.balance.end_step()
-    all_reduce_sum(squared_norm(job.model))
+    all_reduce_sum(squared_norm(run.model))
 
 
 @contextmanager

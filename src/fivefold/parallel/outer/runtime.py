@@ -25,12 +25,13 @@ _APART = "replica"  # prefix of the kinds of one replica
 class OuterSteps:
     """The outer steps of one model on this rank. Every model has them; without `outer.every` there are none.
 
-    `weights`: this rank's part of the outer weights, by parameter, once begun.
+    `weights`: this rank's part of the outer weights, by parameter, once begun. `have_met`: every replica has them now.
     """
 
     plan: ParallelPlan
     group: dist.ProcessGroup | None  # of the replicas
     weights: dict[str, Tensor] = field(default_factory=dict)
+    have_met: bool = False
     _parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     _optimizer: torch.optim.SGD | None = None
 

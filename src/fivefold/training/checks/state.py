@@ -19,9 +19,9 @@ PIECE, PIECE_OF_CPU = 2**20, 2**15
 GOLDEN, MIX, MIX_AGAIN = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64's, all odd
 
 
-def replicas(model: nn.Module, optimizer: torch.optim.Optimizer, *, have_met: bool = False) -> list[Finding]:
-    """Findings for weights and optimizer state whose replicas differ in any bit. `have_met`: an outer step has just
-    made the weights of replicas equal that train apart; their optimizer state is their own.
+def replicas(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
+    """Findings for weights and optimizer state whose replicas differ in any bit. Of replicas that train apart, only
+    the weights are compared, once an outer step has made them equal.
 
     Replicas exist over dp_replicate, over tp for unsharded parameters and shared key/value heads, and over the two
     pipeline ranks that hold a tied embedding.
@@ -39,7 +39,7 @@ def replicas(model: nn.Module, optimizer: torch.optim.Optimizer, *, have_met: bo
     tensors = _tensors(model, optimizer, names)
     own = hashes([tensor for *_, tensor in tensors], device)
     mine: dict[tuple[int, str], tuple[list[int], int]] = {}
-    met = [not state.outer.is_on or (have_met and kind == "weight") for kind, *_ in tensors]
+    met = [not state.outer.is_on or (state.outer.have_met and kind == "weight") for kind, *_ in tensors]
     for axis, group, alike in _copies(state, [name for _, name, _ in tensors], met):
         apart = ((gather(own, group) != own) & alike.to(device)).any(0)
         ranks = torch.tensor(dist.get_process_group_ranks(group))

@@ -1,0 +1,253 @@
+"""A training run on one rank while it lives, and the parts that it is made of.
+
+`run.py` builds a `LiveRun` and calls its parts at the moments of a step; what a run does besides the steps is in its
+parts. `parts.py` has the list of them, and users add their own: `train.parts` of the run file.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fivefold.config import RunConfig
+from fivefold.core.best import Best
+from fivefold.data.batch import MicroBatch
+from fivefold.data.prepare import PreparedData
+from fivefold.data.rows import PackedRows
+from fivefold.launch.world import World
+from fivefold.models.flops import Costs
+from fivefold.parallel.state import state_of
+from fivefold.training import flops, schedule
+from fivefold.training.display import Line
+from fivefold.training.reference import ObjectiveSpecs
+from fivefold.training.run_log import RunLog
+from fivefold.training.step import StepResult
+
+
+@dataclass
+class Progress:
+    """How far a run has come. `step`: steps done. `tokens_seen`: input tokens without padding. `skipped`: steps without
+    an update, `in_a_row` of them up to the last one. `best`: the best validations. `last_eval`: loss of the last
+    evaluation of this start."""
+
+    step: int = 0
+    tokens_seen: int = 0
+    skipped: int = 0
+    in_a_row: int = 0
+    best: Best = field(default_factory=Best)
+    last_eval: float | None = None
+
+    def counters(self) -> dict[str, int]:
+        """The counters that a checkpoint has besides its step."""
+        return {"tokens_seen": self.tokens_seen, "skipped": self.skipped, "in_a_row": self.in_a_row}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take the counters from the state of a checkpoint."""
+        for name in self.counters():
+            setattr(self, name, state[name])
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The point a run resumes from: steps done, and the counters in `state`. `where`: the checkpoint; None: a new run.
+
+    `warmup_steps`: that of the schedule so far. `damages`: one message per newer checkpoint skipped as damaged.
+    `unfinished`: of a step that no disk has, its `row` of metrics, and whether it `owes` what follows a step.
+    """
+
+    step: int = 0
+    state: Mapping[str, Any] = field(default_factory=dict)
+    where: str | None = None
+    damages: tuple[str, ...] = ()
+    warmup_steps: int | None = None
+    unfinished: Mapping[str, Any] | None = None
+
+
+@dataclass
+class LiveRun:
+    """One training run on one rank, while it trains."""
+
+    config: RunConfig
+    world: World  # `world.rank` of `world.size`, and the device
+    data: PreparedData
+    model: Any  # the parallelized model of `transformers`
+    optimizer: torch.optim.Optimizer
+    log: RunLog  # its outputs, which the first rank alone has
+    costs: Costs  # FLOPs, and the number of parameters
+    total_steps: int
+    specs: ObjectiveSpecs  # what it minimises
+    parts: Sequence["Part"]  # called in this order at the moments of a step
+    progress: Progress = field(default_factory=Progress)  # its counters
+    resumed: Resumed = field(default_factory=Resumed)  # the checkpoint that it goes on from
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.progress.step
+
+    @property
+    def why_stopped(self) -> str:
+        """The reason why a part ends the run before all steps are done; "" if there is none."""
+        whys = (part.why_over(self) for part in self.parts) if self.step < self.total_steps else iter(())
+        return next(filter(None, whys), "")
+
+    @property
+    def is_over(self) -> bool:
+        """True after the last step, and after the step at which the run stops early."""
+        return self.step >= self.total_steps or bool(self.why_stopped)
+
+    def due(self, every: int) -> bool:
+        """True every `every` steps and at the last one; 0 means never."""
+        return every > 0 and (self.step % every == 0 or self.step == self.total_steps)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has beside the tensors: counters, the place in the data, and the state of the parts."""
+        place = self.step * self.config.train.global_batch_size
+        of_parts = {part.name: state for part in self.parts if (state := part.state())}
+        return {
+            **self.progress.counters(),
+            **self.data.train.position(place),
+            **({"parts": of_parts} if of_parts else {}),
+        }
+
+    # ---- its rows ----------------------------------------------------------------------------------------------------
+
+    def batch(self, step: int) -> list[MicroBatch]:
+        """This rank's micro batches of a step, counted from 0."""
+        size, balance = self.config.train.global_batch_size, self.config.data.balance_rows
+        rows = self.data.train.batch(step, global_batch_size=size, balance=balance, **self._share)
+        teacher = self.specs.teacher
+        return rows if teacher is None else [teacher.beside(row) for row in rows]
+
+    @property
+    def _share(self) -> dict[str, Any]:
+        """The arguments with which `PackedRows` selects this rank's rows."""
+        placement = state_of(self.model).placement
+        return {
+            "data_rank": placement.data_rank,
+            "data_ranks": placement.layout.data_ranks,
+            "micro_batch_size": placement.layout.micro_batch_size,
+            "row_multiple": placement.layout.row_multiple,
+        }
+
+    def evaluation(self, rows: PackedRows) -> Iterator[MicroBatch]:
+        """This rank's micro batches of an evaluation."""
+        return rows.sequential(max_tokens=self.config.eval.max_tokens, **self._share)
+
+    # ---- its rates ---------------------------------------------------------------------------------------------------
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """The options of `schedule.learning_rate`."""
+        scheduler = self.config.scheduler
+        return {
+            "name": scheduler.name,
+            "peak": self.config.optimizer.learning_rate,
+            "warmup_steps": int(scheduler.warmup_steps),
+            "total_steps": self.total_steps,
+            "min_lr_ratio": scheduler.min_lr_ratio,
+        }
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        return schedule.learning_rate(step, **self.schedule)
+
+    @cached_property
+    def peak_tflops(self) -> float | None:
+        """The matmul rate of this device's data sheet; None if it is not known."""
+        return flops.peak_tflops(torch.device(self.world.device), self.config.precision.compute)
+
+    @cached_property
+    def measured_tflops(self) -> float | None:
+        """The matmul rate of a worker of this CPU, if a calibration file has it."""
+        hardware = self.config.hardware if self.world.device == "cpu" else ""
+        return flops.measured_tflops(hardware, self.config.precision.compute, self.world.local_size)
+
+
+class Part:
+    """One concern of a run: override the moments that it needs. Every rank has the same parts, and calls them in the
+    same order, so a part may use collectives; what it decides must be the same on every rank.
+
+    A part that changes neither the model nor the optimizer, nor draws from torch's global random numbers, leaves the
+    bits of a run as they are.
+    """
+
+    @property
+    def name(self) -> str:
+        """Key of its state in checkpoints."""
+        return type(self).__name__
+
+    def build(self, run: LiveRun) -> None:
+        """Called once model and optimizer are built, before a checkpoint is loaded into them."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Called with what `state` returned when the checkpoint was saved, if it has that."""
+
+    def begin(self, run: LiveRun) -> None:
+        """Called before the first step of this start, with `run.step` steps done."""
+
+    def lines(self, run: LiveRun) -> Sequence[Line]:
+        """(label, text) lines of the header; called on the first rank alone."""
+        return ()
+
+    def running(self, run: LiveRun) -> AbstractContextManager[object]:
+        """A context around all steps of this start."""
+        return nullcontext()
+
+    # ---- of each step, in this order ---------------------------------------------------------------------------------
+
+    def before_step(self, run: LiveRun, batch: Sequence[MicroBatch]) -> None:
+        """Called before a step; `run.step` steps are done. `batch`: this rank's micro batches of the step."""
+
+    def in_step(self, run: LiveRun) -> AbstractContextManager[object]:
+        """A context around forward, backward and update."""
+        return nullcontext()
+
+    def try_memory(self, run: LiveRun, more: int) -> None:
+        """Called in a trial before the first step: allocate what the part will need. `more`: bytes of optimizer state
+        that this rank has yet to allocate. Changes nothing."""
+
+    def interrupts(self, run: LiveRun) -> bool:
+        """True if this rank asks all ranks to stop after the next step, saved, to go on another time."""
+        return False
+
+    def before_update(self, run: LiveRun) -> None:
+        """Called once gradients are summed over ranks, before anything changes that a checkpoint has."""
+
+    def after_update(self, run: LiveRun, result: StepResult) -> None:
+        """Called when `run.step` counts the step."""
+
+    def after_step(self, run: LiveRun, row: dict[str, Any]) -> None:
+        """Called with the step's row of metrics, which may be added to: `row["mine/number"] = 1.0`."""
+
+    def why_over(self, run: LiveRun) -> str:
+        """The reason why the run ends after the step just done, "" to go on. The same on every rank."""
+        return ""
+
+    def saves(self, run: LiveRun) -> bool:
+        """True if the step just done is to be saved, whatever `checkpoint.every` says. The same on every rank."""
+        return False
+
+    def at_save(self, run: LiveRun) -> None:
+        """Called before a checkpoint is written, and `state` after it."""
+
+    def leave(self, run: LiveRun) -> None:
+        """Called last, after the save; may raise, to end the run."""
+
+    def finish_step(self, run: LiveRun, row: dict[str, Any], *, owes: bool) -> None:
+        """Called in place of all these for a step that another start has done, but not written: its `row` is known.
+        `owes`: `after_step` was not called for it."""
+        if owes:
+            self.after_step(run, row)
+
+    # ---- at the end --------------------------------------------------------------------------------------------------
+
+    def state(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps of this part: JSON, the same on every rank."""
+        return {}
+
+    def at_end(self, run: LiveRun) -> None:
+        """Called after the last step; not if an error ends the run, or a signal."""
