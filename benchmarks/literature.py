@@ -15,6 +15,7 @@ import matplotlib as mpl
 
 mpl.use("svg")
 import matplotlib.pyplot as plt
+from benchmarks.engines import ENGINES, TrainerPrices, TrainerStep
 from benchmarks.published import Shape, folder_of
 from matplotlib.axes import Axes
 
@@ -22,11 +23,9 @@ from fivefold.core.errors import UserError
 from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.layout import Layout
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Step, Workload
 from fivefold.planner.inverse import longest_sequence
 from fivefold.planner.plan import price_list
-from fivefold.planner.price import PriceList
 
 PICTURES = Path(__file__).parents[1] / "docs" / "evidence" / "literature"
 SC21_TOKENS = 2048  # of a row in Narayanan et al., SC21 (arXiv 2104.04473)
@@ -42,8 +41,8 @@ def gpt(layers: int, hidden: int, heads: int) -> Shape:
 
 def sc21_tflops(shape: Shape, cluster: str, layout: Layout, rows: int) -> float:
     """TFLOP/s of a device as the paper counts them, recompute included, of a step under its trainer."""
-    prices = PriceList(shape.facts(), Cluster.parse(cluster), ENGINES["megatron"])
-    step = Step(prices, prices.engine.laid(layout), Workload(SC21_TOKENS, rows))
+    prices = TrainerPrices(shape.facts(), Cluster.parse(cluster), engine=ENGINES["megatron"])
+    step = TrainerStep(prices, prices.engine.laid(layout), Workload(SC21_TOKENS, rows))
     hidden, layers = shape.hidden, shape.layers
     ends = 1 + SC21_TOKENS / (6 * hidden) + shape.vocabulary / (16 * layers * hidden)
     flops = 96 * rows * SC21_TOKENS * layers * hidden**2 * ends

@@ -27,7 +27,6 @@ from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.layout import Layout
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import OUTSIDE
@@ -88,8 +87,7 @@ def cells() -> list[Cell]:
 
 @cache
 def prices(model: str, cluster: str, compiled: bool) -> PriceList:
-    engine = replace(ENGINES["fivefold"], compiled=compiled)
-    return PriceList(facts_of_config(model), Cluster.parse(cluster), engine)
+    return PriceList(facts_of_config(model), Cluster.parse(cluster), compiled=compiled)
 
 
 def plan(cell: Cell) -> Planned:

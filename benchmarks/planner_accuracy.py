@@ -20,16 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.engines import ENGINES, Engine, TrainerPrices, TrainerStep
 from benchmarks.published import Measured, folder_of, read
 from numpy.typing import NDArray
 
+import fivefold
+from benchmarks import engines
 from fivefold.core.errors import UserError
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.layout import Layout
 from fivefold.planner.doubt import Interval, step_interval
-from fivefold.planner.engines import ENGINES, Engine
-from fivefold.planner.estimate import Step, Workload
-from fivefold.planner.price import PriceList
+from fivefold.planner.estimate import Estimate, Step, Workload
+from fivefold.planner.plan import Model, as_layout, as_workload, price_list
 from fivefold.planner.rank_memory import OUTSIDE
 
 Vector = NDArray[np.float64]
@@ -51,6 +53,19 @@ FREE = {
     "fsdp1": ("matmul", "attention", "traffic", "host_seconds"),
     "torchtitan": ("matmul", "traffic", "host_seconds"),
 }  # fmt: skip
+
+
+def estimate(
+    model: Model, cluster: Cluster | str, workload: Workload | Mapping[str, int],
+    layout: Layout | str | Mapping[str, Any], *, engine: str = "fivefold",
+) -> Estimate:  # fmt: skip
+    """`fivefold.estimate` for any trainer of `ENGINES`. The layout is written as that trainer's users write it."""
+    if engine == "fivefold":
+        return fivefold.estimate(model, cluster, workload, layout)
+    if engine not in ENGINES:
+        raise UserError(f"engine {engine!r} is not known", fix=f"choose one of fivefold, {', '.join(ENGINES)}")
+    own, asked, given = price_list(model, cluster), as_layout(layout), as_workload(workload)
+    return engines.estimate(TrainerPrices(own.facts, own.cluster, engine=ENGINES[engine]), asked, given)
 
 
 @dataclass(frozen=True)
@@ -86,19 +101,21 @@ class Planner:
     def __init__(self, change: Mapping[str, float] | None = None, known: "Planner | None" = None) -> None:
         """`change`: other constants. `known`: a planner whose plans are used."""
         self.change, self.known = dict(change or {}), known
-        self.lists = dict[tuple[object, ...], PriceList]()
+        self.lists = dict[tuple[object, ...], TrainerPrices]()
 
-    def prices(self, row: Measured) -> PriceList:
+    def prices(self, row: Measured) -> TrainerPrices:
         key = (row.shape, row.cluster.text, row.cluster.node, row.engine)
         if key not in self.lists:
             engine, cluster = changed(ENGINES[row.engine], row.cluster, self.change)
-            old = self.known.prices(row) if self.known else PriceList(row.shape.facts(), row.cluster, engine)
-            self.lists[key] = old.repriced(cluster, engine)
+            if self.known:
+                self.lists[key] = self.known.prices(row).changed(cluster, engine)
+            else:
+                self.lists[key] = TrainerPrices(row.shape.facts(), cluster, engine=engine)
         return self.lists[key]
 
-    def step(self, row: Measured, layout: Layout | None = None) -> Step:
+    def step(self, row: Measured, layout: Layout | None = None) -> TrainerStep:
         prices = self.prices(row)
-        return Step(prices, prices.engine.laid(layout or row.layout), row.workload)
+        return TrainerStep(prices, prices.engine.laid(layout or row.layout), row.workload)
 
     def predict(self, row: Measured, *, simulated: bool = True) -> Predicted | None:
         """None where the planner cannot make stages of the layout: more of them than layers."""

@@ -19,13 +19,14 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from benchmarks.engines import ENGINES
+
 from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import about_code, kept
 from fivefold.parallel.layout import Layout
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload
 
 CLUSTERS = Path(__file__).parent / "clusters"

@@ -279,7 +279,6 @@ def with_plans(rows: list[Row], hardware: dict[str, list[str]]) -> dict[str, Any
     from fivefold.hardware.cluster import Cluster
     from fivefold.models.build import build_meta
     from fivefold.models.discover import facts_of
-    from fivefold.planner.engines import ENGINES
     from fivefold.planner.estimate import Step, Workload
     from fivefold.planner.price import PriceList
     from fivefold.planner.search import search
@@ -291,7 +290,7 @@ def with_plans(rows: list[Row], hardware: dict[str, list[str]]) -> dict[str, Any
         share = min(1.0, cores / cluster.world)  # of a core: both nodes are on this machine
         chip = replace(cluster.chip.times(share), launch_us=cluster.chip.launch_us / share)
         node = replace(cluster.node, cores=max(1, cores // cluster.nodes))  # a waiting stage leaves its core to others
-        return PriceList(facts, replace(cluster, chip=chip, node=node), ENGINES["fivefold"])
+        return PriceList(facts, replace(cluster, chip=chip, node=node))
 
     prices = {rate: [priced(file) for file in files] for rate, files in hardware.items()}
     workload = Workload(LENGTH, ROWS)

@@ -111,7 +111,7 @@ def plan_text(prices: PriceList, step: Step, layout: Layout, pp_rank: int) -> st
     """Collectives, bytes, shards and edits of a rank."""
     plan = lower(prices.facts, layout, pp_rank * (layout.world // layout.pp))
     shape = plan.step_shape(layout.micro_batch_size, layout.padded(WORKLOAD.seq_length), step.micro_batches)
-    shape = replace(shape, compiled=prices.engine.compiled)
+    shape = replace(shape, compiled=prices.traits.compiled)
     regions = [(name, plan.placement.regions(name)) for name in plan.facts.parameters]
     parts = [
         *map(str, calls(plan, shape)),

@@ -19,7 +19,6 @@ from fivefold.core.errors import UserError
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.layout import Layout
 from fivefold.planner.doubt import ITEMS
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Workload, estimate
 from fivefold.planner.of_run import cluster_of
 from fivefold.planner.price import PriceList
@@ -40,7 +39,7 @@ LAYOUT = Layout.parse("shard2.tp4+mb1")
 
 
 def planned(cluster: Cluster) -> Estimate:
-    return estimate(PriceList(facts("llama", 8), cluster, ENGINES["megatron"]), LAYOUT, Workload(2048, 16))
+    return estimate(PriceList(facts("llama", 8), cluster), LAYOUT, Workload(2048, 16))
 
 
 def learned(tree: dict[str, Any], seconds: float) -> tuple[Factors, Estimate]:

@@ -17,7 +17,6 @@ from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.planned_edits import edits
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import resting_bytes
@@ -106,7 +105,7 @@ def test_a_plan_has_its_time_and_its_memory() -> None:
     facts, work = facts_of_config(MODEL), Workload(512, 16)
     cluster = Cluster.parse("2x8xH100")
     slow = replace(cluster.node, between=replace(cluster.node.between, gbs=2.0))
-    priced = PriceList(facts, replace(cluster, node=slow), ENGINES["fivefold"])
+    priced = PriceList(facts, replace(cluster, node=slow))
     plain, copied = (Step(priced, Layout.parse(text), work) for text in ("shard16", "shard16+hpz8"))
     assert 0.75 < copied.seconds / plain.seconds < 0.82
     moments = [

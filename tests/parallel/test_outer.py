@@ -27,7 +27,6 @@ from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.outer import spec
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.training import step as training_step
@@ -243,7 +242,7 @@ def test_a_plan_divides_an_outer_step_by_its_period_and_counts_what_replicas_kee
     device has goes to the other node to be summed, and half of it comes back, over 2 GB/s."""
     cluster, numbers = Cluster.parse("2x8xH100"), 1_235_814_400 // 8
     slow = replace(cluster.node, between=replace(cluster.node.between, gbs=2.0, fraction=1.0))
-    priced = PriceList(facts_of_config("llama-3.2-1b"), replace(cluster, node=slow), ENGINES["fivefold"])
+    priced = PriceList(facts_of_config("llama-3.2-1b"), replace(cluster, node=slow))
     apart, at_once, summed_up = (
         Step(priced, Layout.parse(f"dp2.shard8{words}"), Workload(512, 16)) for words in ("+outer50", "+outer1", "")
     )

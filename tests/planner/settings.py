@@ -10,7 +10,6 @@ from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.layout import Layout
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.space import Space
@@ -23,7 +22,7 @@ def facts(family: str, layers: int) -> ModelFacts:
 
 
 def prices(family: str, cluster: str, layers: int = 8) -> PriceList:
-    return PriceList(facts(family, layers), Cluster.parse(cluster), ENGINES["fivefold"])
+    return PriceList(facts(family, layers), Cluster.parse(cluster))
 
 
 def layouts(space: Space) -> Iterator[Layout]:
@@ -44,4 +43,4 @@ def sampled(
 def with_memory(of: PriceList, *, gib: float) -> PriceList:
     """The same on devices with other memory, whose runtime takes none of it."""
     chip = replace(of.cluster.chip, memory_gib=gib, context_gib=0.0, communicator_gib=0.0)
-    return PriceList(of.facts, replace(of.cluster, chip=chip), of.engine)
+    return of.repriced(replace(of.cluster, chip=chip))

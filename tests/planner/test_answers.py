@@ -10,7 +10,6 @@ import pytest
 
 from fivefold.planner import answers
 from fivefold.planner.answers import answer
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import Found, search
@@ -53,14 +52,14 @@ def test_what_was_found_is_read(folder: Path, searched: list[Any]) -> None:
 def other_models(of: PriceList) -> Iterator[PriceList]:
     chip, node = of.cluster.chip, of.cluster.node
     yield prices("llama", "2xH100", 6)
-    yield PriceList(of.facts, of.cluster, ENGINES["megatron"])
-    yield PriceList(of.facts, of.cluster, replace(ENGINES["fivefold"], traffic=3.4))
+    yield PriceList(of.facts, of.cluster, whole_logits=True)
+    yield PriceList(of.facts, of.cluster, compiled=False)
     for cluster in (
         replace(of.cluster, devices_per_node=4), replace(of.cluster, chip=replace(chip, memory_gib=80.1)),
         replace(of.cluster, chip=replace(chip, peak_tflops={**chip.peak_tflops, "bf16": 988.0})),
         replace(of.cluster, node=replace(node, inside=replace(node.inside, latency_us=4.3))),
     ):  # fmt: skip
-        yield PriceList(of.facts, cluster, of.engine)
+        yield of.repriced(cluster)
 
 
 def test_all_that_an_answer_follows_from_is_in_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,19 +83,16 @@ def changed(record: Any) -> Iterator[Any]:
             yield replace(record, **{each.name: value + 1})
 
 
-def test_every_number_of_the_hardware_and_of_the_trainer_is_in_the_name(folder: Path) -> None:
-    """Also how a trainer deals layers to stages, and the number of rows: an answer may follow from each."""
+def test_every_number_of_the_hardware_is_in_the_name(folder: Path) -> None:
+    """An answer may follow from each."""
     of = prices("llama", "2x2xH100", 4)
-    cluster, node, engine = of.cluster, of.cluster.node, ENGINES["fivefold"]
+    cluster, node = of.cluster, of.cluster.node
     chips = [replace(cluster, chip=each) for each in changed(cluster.chip)]
     nodes = [replace(node, inside=each) for each in changed(node.inside)]
     nodes += [replace(node, between=each) for each in changed(node.between)]
     clusters = [*chips, *(replace(cluster, node=each) for each in (*nodes, *changed(node)))]
-    engines = [*changed(engine), replace(engine, split=ENGINES["nanotron"].split)]
-    lists = [of, *(PriceList(of.facts, each, engine) for each in clusters)]
-    lists += [PriceList(of.facts, cluster, each) for each in engines if each.slack == engine.slack]
-    assert len(chips) > 10 and len(nodes) > 6 and len(engines) > 20
-    keys = [answers._key(each, WORKLOAD, 10, {}) for each in lists]
+    assert len(chips) > 10 and len(nodes) > 6
+    keys = [answers._key(each, WORKLOAD, 10, {}) for each in (of, *map(of.repriced, clusters))]
     assert len(set(keys)) == len(keys)
 
 

@@ -15,7 +15,6 @@ from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.recompute.budget import within_budget
 from fivefold.planner.auto import chosen
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import TIGHT, Step, Workload
 from fivefold.planner.explain import budgeted, cures
 from fivefold.planner.plan import planned
@@ -23,9 +22,9 @@ from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import MATMULS, OUTSIDE
 
 
-def step(model: str, cluster: str, layout: str, workload: Workload, engine: str = "fivefold") -> Step:
+def step(model: str, cluster: str, layout: str, workload: Workload) -> Step:
     found = Cluster.parse(cluster)
-    of = PriceList(facts_of_config(model), found, ENGINES[engine])
+    of = PriceList(facts_of_config(model), found)
     return Step(of, Layout.parse(layout).resolve(found.world), workload)
 
 
@@ -79,11 +78,6 @@ def test_a_budget_that_cannot_be_kept_fits_nowhere_and_says_the_least() -> None:
     assert small.needs == inf
     with pytest.raises(UserError, match="still keep 2 GiB"):
         small.estimate()
-
-
-def test_other_trainers_have_no_budgets() -> None:
-    with pytest.raises(UserError, match="megatron has no budget"):
-        step("llama-3.1-8b", "8xH100", "shard8+keep12GiB", Workload(8192, 64), "megatron").estimate()
 
 
 def test_the_largest_budget_that_leaves_room_is_proposed() -> None:

@@ -10,7 +10,6 @@ from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.layout import Layout
 from fivefold.planner import price
 from fivefold.planner.doubt import DOUBTS, ITEMS, memory_interval, step_interval
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload, estimate
 from fivefold.planner.explain import USEFUL, binds, cures, neighbours, slower_by, tied
 from fivefold.planner.price import PriceList
@@ -110,7 +109,7 @@ def test_nothing_cures_a_model_that_is_far_too_large() -> None:
     ],
 )
 def test_state_is_rounded_where_nothing_else_fits(cluster: str, least: str, expected: set[str]) -> None:
-    whole = PriceList(facts_of_config("llama-3.2-1b"), Cluster.parse(cluster), ENGINES["fivefold"])
+    whole = PriceList(facts_of_config("llama-3.2-1b"), Cluster.parse(cluster))
     layout, needed = Layout.parse(least), Workload(1024, 1)
     price_list = with_memory(whole, gib=0.97 * estimate(with_memory(whole, gib=80), layout, needed).reserved / 2**30)
     found = cures(price_list, estimate(price_list, layout, needed))

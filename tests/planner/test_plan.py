@@ -243,8 +243,8 @@ def test_the_functions_of_python() -> None:
 
 
 def test_python_is_told_what_is_wrong() -> None:
-    with pytest.raises(ff.UserError, match="engine 'x' is not known"):
-        ff.estimate(model="llama-3.2-1b", cluster="2xH100", workload=WORKLOAD, layout="shard2", engine="x")
+    with pytest.raises(ff.UserError, match=r"engine 'megatron' is not known\n.*benchmarks/planner_accuracy\.py"):
+        ff.estimate(model="llama-3.2-1b", cluster="2xH100", workload=WORKLOAD, layout="shard2", engine="megatron")
     with pytest.raises(ff.UserError, match="batch"):
         ff.estimate(model="llama-3.2-1b", cluster="2xH100", workload={**WORKLOAD, "batch": 3}, layout="shard2")
     with pytest.raises(ff.UserError, match="'dp' is no field"):

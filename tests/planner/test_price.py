@@ -1,5 +1,6 @@
 """What a layer, the head and a step are priced at, by hand."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,7 +10,6 @@ from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.layout import Layout
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Item, Step, Workload, estimate
 from fivefold.planner.parts import ITEMS, LayerPrice, Prices
 from fivefold.planner.price import PriceList, work_layout
@@ -20,11 +20,10 @@ TOKENS = 4096
 
 
 def priced(model: str, layout: str) -> Prices:
-    """Of a trainer whose additions of gradients cost nothing, on tiles that are always full."""
+    """On tiles that are always full."""
     cluster = Cluster.parse("8xH100")
     chip = replace(cluster.chip, tile=(1, 1), tile_fill=0, memory_bandwidth_gbs=1e9, step_fraction=1.0)
-    engine = replace(ENGINES["fivefold"], sum_bytes=0.0)
-    return PriceList(facts_of_config(model), replace(cluster, chip=chip), engine).of(Layout.parse(layout), TOKENS)
+    return PriceList(facts_of_config(model), replace(cluster, chip=chip)).of(Layout.parse(layout), TOKENS)
 
 
 def times(price: LayerPrice, item: str) -> tuple[float, float]:
@@ -72,7 +71,7 @@ def test_the_head_has_a_backward_of_twice_its_forward() -> None:
 def test_mfu_is_of_all_rows_on_all_devices() -> None:
     """6 FLOPs a token for each of 7,504,658,432 numbers in matrices, and for each layer and head 4,096 scores of 128
     features: 12 for each, halved. In one second on 8 devices of 989.4 TFLOP/s."""
-    price_list = PriceList(facts_of_config("llama-3.1-8b"), Cluster.parse("8xH100"), ENGINES["fivefold"])
+    price_list = PriceList(facts_of_config("llama-3.1-8b"), Cluster.parse("8xH100"))
     found = estimate(price_list, Layout.parse("shard8"), Workload(4096, 32))
     flops = 32 * 4096 * (6 * 7_504_658_432 + 32 * 32 * 4096 * 128 * 6)
     assert found.flops == pytest.approx(flops, rel=1e-3)
@@ -82,7 +81,7 @@ def test_mfu_is_of_all_rows_on_all_devices() -> None:
 
 def test_the_optimizer_moves_34_bytes_of_each_number_that_a_rank_holds() -> None:
     """8,030,261,248 over 8, at 3,350 GB/s of which 90 % are reached."""
-    price_list = PriceList(facts_of_config("llama-3.1-8b"), Cluster.parse("8xH100"), ENGINES["fivefold"])
+    price_list = PriceList(facts_of_config("llama-3.1-8b"), Cluster.parse("8xH100"))
     rows = {row.item: row.amount for row in estimate(price_list, Layout.parse("shard8"), Workload(4096, 8)).rows}
     assert rows["optimizer"] == pytest.approx(34 * 8_030_261_248 / 8 / (3350e9 * 0.9), rel=1e-4)
     assert rows["parameters"] == rows["optimizer state"] / 2 == pytest.approx(4 * 8_030_261_248 / 8, rel=1e-4)
@@ -90,13 +89,13 @@ def test_the_optimizer_moves_34_bytes_of_each_number_that_a_rank_holds() -> None
 
 def test_what_lies_beside_tensors() -> None:
     """tp and dp_shard have communicators of their own, and the world has one. cuBLAS has 32 MiB on Hopper twice."""
-    price_list = PriceList(facts_of_config("llama-3.1-8b"), Cluster.parse("8xH100"), ENGINES["fivefold"])
+    price_list = PriceList(facts_of_config("llama-3.1-8b"), Cluster.parse("8xH100"))
     chip = replace(price_list.cluster.chip, context_gib=1.0, communicator_gib=0.25)
     grid = price_list.grid(Layout.parse("shard4.tp2"))
     several = sum(axis.size > 1 for axis in grid.axes.values())
     assert several >= 2 and runtime_bytes(chip, grid) == (1.0 + 0.25 * (several + 1)) * GIB
-    assert matmul_bytes(ENGINES["fivefold"], price_list.cluster) == 64 * 2**20
-    assert matmul_bytes(ENGINES["fivefold"], Cluster.parse("8xA100-80")) == 2 * 8320 * 2**10
+    assert matmul_bytes(price_list.cluster) == 64 * 2**20
+    assert matmul_bytes(Cluster.parse("8xA100-80")) == 2 * 8320 * 2**10
 
 
 @pytest.mark.parametrize(
@@ -107,10 +106,10 @@ def test_gloo_holds_copies_of_what_fsdp_sends(layout: str, layers: float) -> Non
     nothing in backward: a layer's gradients are copied, and half of their sum is added up. On GPUs there are none."""
     facts, work = facts_of_config("llama-3.2-1b"), Workload(256, 8)
     numbers = facts.size - facts.only(facts.anatomy.layers[1:]).size
-    price_list = PriceList(facts, Cluster.parse("2xcpu"), ENGINES["fivefold"])
+    price_list = PriceList(facts, Cluster.parse("2xcpu"))
     items = Step(price_list, Layout.parse(f"{layout}+fp32"), work).fullest[1]
     assert items.get(BUFFERS, 0) == pytest.approx(4 * layers * numbers, rel=1e-3)
-    gpus = PriceList(facts, Cluster.parse("2xH100"), ENGINES["fivefold"])
+    gpus = PriceList(facts, Cluster.parse("2xH100"))
     assert BUFFERS not in Step(gpus, Layout.parse(layout), work).fullest[1]
 
 
@@ -126,7 +125,7 @@ def test_processes_that_share_cores_take_as_long_as_all_their_work() -> None:
 def test_matmuls_in_fp8_have_a_rate_of_their_own_and_numbers_that_are_cast_first() -> None:
     """Of one list, that has priced bf16 before: half of the seconds or so, and the casts of inputs, weights and, in
     backward, of the gradients of outputs; the head stays in bf16."""
-    price_list = PriceList(facts_of_config("llama-3.1-8b"), Cluster.parse("8xH100"), ENGINES["fivefold"])
+    price_list = PriceList(facts_of_config("llama-3.1-8b"), Cluster.parse("8xH100"))
     usual, fast = (price_list.of(Layout.parse(text), TOKENS) for text in ("shard8", "shard8+fp8"))
     (before,), (after,) = usual.layers, fast.layers
     assert times(after, "matmuls")[0] < 0.75 * times(before, "matmuls")[0]
@@ -151,12 +150,12 @@ def test_a_new_key_of_a_layout_is_priced() -> None:
 
 def test_a_loss_of_the_users_own_has_the_logits_of_the_whole_vocabulary() -> None:
     """On every tensor parallel rank, also where the prices are those of another cluster."""
-    facts, cluster, engine = facts_of_config("llama-3.2-1b"), Cluster.parse("2xH100"), ENGINES["fivefold"]
+    facts, cluster = facts_of_config("llama-3.2-1b"), Cluster.parse("2xH100")
     layout, workload = Layout.parse("tp2"), Workload(global_batch_size=2, seq_length=TOKENS)
-    own = PriceList(facts, cluster, engine, True)
+    own = PriceList(facts, cluster, whole_logits=True)
     plain, with_own, again = (
         estimate(prices, layout, workload).memory_gib
-        for prices in (PriceList(facts, cluster, engine), own, own.repriced(cluster, engine))
+        for prices in (PriceList(facts, cluster), own, own.repriced(cluster))
     )
     assert again == with_own > plain
 
@@ -172,7 +171,7 @@ def test_what_is_coded_and_put_in_order_moves_through_memory() -> None:
         for bandwidth in (1e9, 1.0):  # GB/s
             cluster = Cluster.parse("2x2xcpu")
             chip = replace(cluster.chip, memory_bandwidth_gbs=bandwidth, memory_fraction=1.0)
-            price_list = PriceList(facts_of_config("llama-3.1-8b"), replace(cluster, chip=chip), ENGINES["fivefold"])
+            price_list = PriceList(facts_of_config("llama-3.1-8b"), replace(cluster, chip=chip))
             (unit,) = Step(price_list, Layout.parse(layout), Workload(TOKENS, 4)).shards.layers[0].units
             found.append(float(getattr(unit, what)))
         return (found[1] - found[0]) * 1e9
@@ -186,3 +185,19 @@ def test_what_is_coded_and_put_in_order_moves_through_memory() -> None:
     )
     in_two = moved(plain, "reduce_seconds") - moved("shard4+fp32", "reduce_seconds")
     assert in_two == pytest.approx(2 * 4 * numbers, rel=0.01)
+
+
+def sent_over_tp(layout: str, *, compiled: bool) -> Counter[tuple[str, str]]:
+    """Of a layer, for a micro batch: tp's collectives by phase and kind."""
+    price_list = PriceList(facts_of_config("llama-3.1-70b"), Cluster.parse("8xH100"), compiled=compiled)
+    calls = price_list.of(Layout.parse(layout), TOKENS).layers[0].calls
+    return Counter((each.phase, each.kind) for each in calls if each.axis == "tp" for _ in range(each.times))
+
+
+@pytest.mark.parametrize(("layout", "again"), [
+    ("tp8", 2), ("tp8+nosp", 0), ("tp8+full", 0), ("pp2.tp4+zb", 0), ("cp2.tp4", 0), ("tp8+fp8", 0),
+])  # fmt: skip
+def test_compiled_layers_send_a_gather_again_where_that_is_of_use(layout: str, again: int) -> None:
+    """Not without sequence parallelism, of layers that are computed again, and of those of several graphs."""
+    compiled, eager = (sent_over_tp(layout, compiled=each) for each in (True, False))
+    assert compiled - eager == Counter({("backward", "all_gather"): again} if again else {})

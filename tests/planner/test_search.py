@@ -21,7 +21,6 @@ from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.planner.bounds import Bounding
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import TIGHT, Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import MATMULS, OUTSIDE
@@ -52,7 +51,7 @@ def plan_and_step(price_list: PriceList, layout: Layout, pp_rank: int) -> tuple[
     step = Step(price_list, layout, WORKLOAD)
     plan = lower(price_list.facts, layout, pp_rank * (layout.world // layout.pp))
     shape = plan.step_shape(layout.micro_batch_size, layout.padded(WORKLOAD.seq_length), step.micro_batches)
-    return step, plan, replace(shape, compiled=price_list.engine.compiled)
+    return step, plan, replace(shape, compiled=price_list.traits.compiled)
 
 
 @pytest.mark.full  # twenty seconds of arithmetic, where every layout is asked
@@ -135,7 +134,7 @@ def test_a_network_sends_no_faster_where_devices_share_cores(cluster: str, facto
     for crowding in (1, 2):
         there = price_list.cluster
         node = replace(there.node, cores=there.devices_per_node // crowding)
-        crowded = PriceList(price_list.facts, replace(there, node=node), price_list.engine)
+        crowded = price_list.repriced(replace(there, node=node))
         assert crowded.cluster.crowding == crowding
         transfers.append(Step(crowded, Layout.parse("pp2.dp2"), WORKLOAD).transfer)
     assert transfers[1] == pytest.approx(factor * transfers[0])
@@ -150,7 +149,7 @@ def test_bounds_are_sound(family: str, cluster: str) -> None:
     price_list = prices(family, cluster)
     if price_list.cluster.chip.is_host:
         node = replace(price_list.cluster.node, cores=price_list.cluster.world // 2)
-        price_list = PriceList(price_list.facts, replace(price_list.cluster, node=node), price_list.engine)
+        price_list = price_list.repriced(replace(price_list.cluster, node=node))
         assert price_list.cluster.crowding == 2
     space = Space(price_list, WORKLOAD)
     bounding, rng = Bounding(space), np.random.default_rng(0)
@@ -258,7 +257,7 @@ def test_the_simpler_layout_comes_first() -> None:
 
 def test_the_first_is_the_simplest_of_those_near_the_fastest() -> None:
     """70B on 64 H100s: neither a third kind of parallelism nor a dearer schedule for 2 %."""
-    price_list = PriceList(facts_of_config("llama-3.1-70b"), Cluster.parse("8x8xH100"), ENGINES["fivefold"])
+    price_list = PriceList(facts_of_config("llama-3.1-70b"), Cluster.parse("8x8xH100"))
     found = search(price_list, Workload(8192, 256))
     first, fastest = found.best[0], found.faster
     assert fastest and fastest.step_seconds < first.step_seconds <= fastest.step_seconds * (1 + NEAR)

@@ -24,7 +24,6 @@ from fivefold.parallel.layout import Layout
 from fivefold.planner import doubt
 from fivefold.planner.auto import facts_of_run, workload_of
 from fivefold.planner.doubt import LIKELY, terms
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, estimate
 from fivefold.planner.of_run import cluster_of, vocabulary_of
 from fivefold.planner.price import PriceList
@@ -83,7 +82,7 @@ def learn(run: Path, *, base: str | None = None) -> tuple[str, Report[Corrected]
         if cluster.world != layout.world:
             what = f"{cluster.text} has {cluster.world} devices, and the run used {layout.world}"
             raise UserError(what, fix="name the cluster that it ran on: --cluster")
-        prices = PriceList(facts, cluster, ENGINES["fivefold"], config.objective.is_own)
+        prices = PriceList(facts, cluster, config.objective.is_own)
         return estimate(prices, layout, workload_of(config))
 
     before = planned(tree)

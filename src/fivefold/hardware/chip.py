@@ -148,7 +148,7 @@ class Chip:
     relative to chips that were measured. `efficiencies`: the chip from which its measured fractions come, or
     `judgement`; empty if they are its own. `attention_fraction`: the part of the matmul rate that attention reaches.
     `tile`: rows and columns of the outputs that a matmul computes at once; `tile_fill`: inner dimension at which a
-    tile reaches half its rate. `slack`: reserved over allocated memory, if a run has shown it; 0: the trainer's.
+    tile reaches half its rate. `slack`: reserved over allocated memory, if a run has shown it; 0: the planner's.
     `host_scale`: how much longer Python and launches take than on the hosts where the trainers were measured.
     `memory_gib`: all that the driver shows. `memory_bandwidth_gbs` (1e9 bytes/s), and `memory_fraction` of it for large
     arrays. `sms`: streaming multiprocessors or compute units. `capability`: of CUDA, or ROCm's equivalent. `launch_us`:

@@ -47,8 +47,8 @@ def answer(
 
 
 def _key(prices: PriceList, workload: Workload, top: int, given: Mapping[str, Any]) -> str:
-    engine = {**vars(prices.engine), "split": prices.engine.split.__qualname__}
-    about = prices.facts.to_json(), asdict(prices.cluster), engine, asdict(workload), top, dict(given)
+    runtime = {**asdict(prices.traits), "whole_logits": prices.whole_logits}
+    about = prices.facts.to_json(), asdict(prices.cluster), runtime, asdict(workload), top, dict(given)
     return key_of(_code(), np.__version__, *about)
 
 

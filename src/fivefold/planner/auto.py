@@ -14,7 +14,6 @@ from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.layout import KEYS, RESTS
 from fivefold.parallel.recompute.policy import budget_bytes
 from fivefold.planner.answers import answer
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload
 from fivefold.planner.explain import too_large
 from fivefold.planner.price import PriceList
@@ -32,7 +31,7 @@ def chosen(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, list[str]]:
 
     Layout fields set in the run file are kept. Raises `UserError` if no layout can run or none fits.
     """
-    prices = PriceList(facts_of_run(config), cluster, ENGINES["fivefold"], config.objective.is_own)
+    prices = PriceList(facts_of_run(config), cluster, config.objective.is_own)
     workload = workload_of(config)
     found = answer(prices, workload, top=2, given=_given(config))
     if not found.best:

@@ -203,20 +203,20 @@ class Bounding:
         return least / crowding + self._after(rows, stages, forward, backward)
 
     def _needs(self, rows: Rows, stages: Stages) -> Numbers:
-        engine, resting = self.space.prices.engine, self.resting(rows, stages.distinct)
+        traits, resting = self.space.prices.traits, self.resting(rows, stages.distinct)
         tensors = (resting[..., :-1] + self._moving(rows, stages)).max(axis=-1)
-        tensors += matmul_bytes(engine, self.space.prices.cluster)
-        reserved = tensors * engine.slack + engine.kept_back * resting[..., -1]
+        tensors += matmul_bytes(self.space.prices.cluster)
+        reserved = tensors * traits.slack + traits.kept_back * resting[..., -1]
         found: Numbers = reserved.max(axis=-1) + self.runtime[rows.place]
         return found
 
     def _moving(self, rows: Rows, stages: Stages) -> Numbers:
         """[layout, content, moment]: bytes that depend on the micro batch, the most over the ranks with that content.
         Layouts with equal micro batches share them."""
-        alike, engine = distinct(rows.work, rows.micro_batches), self.space.prices.engine
+        alike = distinct(rows.work, rows.micro_batches)
         own = rows.at(alike.first)
-        in_flight = in_flight_bytes(engine, self.work.at(own.work), stages, self.in_flight(own), self.logits[own.work])
-        moments = moving_bytes(engine, self.space.prices.cluster.chip, in_flight)
+        in_flight = in_flight_bytes(self.work.at(own.work), stages, self.in_flight(own), self.logits[own.work])
+        moments = moving_bytes(self.space.prices.cluster.chip, in_flight)
         by_rank = np.stack([sum(items.values()) for items in moments.values()], axis=-1)
         ranks = [[other == content for other in stages.contents] for content in stages.distinct]
         found: Numbers = np.stack([by_rank[:, own].max(axis=1) for own in ranks], axis=1)[alike.of]
@@ -224,7 +224,7 @@ class Bounding:
 
     def _passes(self, rows: Rows, stages: Stages) -> tuple[Numbers, Numbers]:
         work, sent = self.work.at(rows.work), self.sent.at(self.shards[rows.place])
-        return passes(work, sent, stages, self.gathers(rows), self.space.prices.engine)
+        return passes(work, sent, stages, self.gathers(rows), self.space.prices.traits)
 
     def _after(self, rows: Rows, stages: Stages, forward: Numbers, backward: Numbers) -> Numbers:
         """Seconds of the busiest rank outside the passes."""
@@ -232,8 +232,8 @@ class Bounding:
         each = np.arange(len(rows), dtype=np.int64)
         content = np.array([stages.distinct.index(content) for content in stages.contents])[rank]
         edges = self.edges(rows.place, stages.distinct).at((each, content))
-        own = (backward @ stages.ranks.T)[each, rank] * prices.engine.overlaps_sums
-        return edges.update + edges.seconds(own) + prices.world_seconds + prices.engine.step_seconds
+        own = (backward @ stages.ranks.T)[each, rank] * prices.traits.overlaps
+        return edges.update + edges.seconds(own) + prices.world_seconds + prices.traits.step_seconds
 
     def seconds(self, rows: Rows) -> Numbers:
         """Seconds of a step, running the pipeline slot by slot. Numbers of micro batches may differ by whole rounds."""

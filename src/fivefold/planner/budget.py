@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fivefold.core.errors import UserError
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.recompute.budget import mode_choices
 from fivefold.parallel.recompute.policy import MODES, Recompute, fit_recompute_budget
@@ -31,13 +30,7 @@ class Parts:
 
 def under_budget(price_list: PriceList, layout: Layout, tokens: int, stages: Stages, in_flight: Numbers) -> Parts:
     """Build the parts of a layout with a budget. `tokens`: of a row, padded. `in_flight`: for each stage, the most
-    micro batches between forward and backward. Raises `UserError` if full recompute keeps more than the budget, and for
-    other trainers, which have no budgets."""
-    if not price_list.engine.moments:
-        raise UserError(
-            f"{price_list.engine.name} has no budget of recompute, such as {layout.recompute}",
-            fix="name a layout with +selective, with +full, or with neither",
-        )
+    micro batches between forward and backward. Raises `UserError` if full recompute keeps more than the budget."""
     of_modes = [price_list.of(replace(layout, recompute=mode), tokens) for mode in MODES]
     first, counts = of_modes[0], in_flight.astype(int).tolist()
     costs = zip(first.plan.anatomy.layers, price_list.short.layer_costs, strict=True)

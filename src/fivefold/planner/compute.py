@@ -9,7 +9,6 @@ from typing import Any
 
 from fivefold.core.errors import UserError
 from fivefold.hardware.chip import Chip
-from fivefold.models.facts import LayerCost, Partition, Saved
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "fp8": 1}
 
@@ -73,18 +72,3 @@ def traffic_bytes(chip: Chip, seconds: float) -> float:
 def host_seconds(chip: Chip, size: Any) -> Any:
     """Seconds to copy `size` bytes (a number or an array) to host memory, or back; both ways at once take as long."""
     return size / (chip.host_gbs * 1e9)
-
-
-def fused_saved(layer: str, cost: LayerCost, partition: Partition, hidden: int) -> Saved:
-    """Activations that a token saves in a decoder layer with fused kernels: the input of each norm and of each linear,
-    and what attention and the activation read, once each.
-
-    Llama-3-70B: 2 inputs of norms and 2 of columns, of 8,192 each; then q, k, v and attention's output, 18,432 in all;
-    gate, up and their product, 86,016. (Korthikanti et al., arXiv 2205.05198, without dropout and scores.)
-    """
-    inside = 0.0
-    for matmul in cost.matmuls:
-        role = partition.roles.get(f"{layer}.{matmul.name}")
-        inside += (matmul.inputs if role is not None and role.kind == "row" else matmul.outputs) * matmul.times
-    pairs = sum(block.row.startswith(f"{layer}.") for block in partition.tp_blocks)
-    return Saved(residual=pairs * hidden, entered=pairs * hidden, inside=inside)

@@ -31,7 +31,6 @@ from fivefold.planner.budget import Parts, under_budget
 from fivefold.planner.compute import host_seconds, traffic_seconds
 from fivefold.planner.doubt import Interval, memory_interval, step_interval
 from fivefold.planner.edges import Edges, edges_of, sum_calls, tied_call, transfer_call, transfer_seconds
-from fivefold.planner.engines import Engine
 from fivefold.planner.flow import Gathers, StagesInFlight, gathers, schedule_plan, span, stages_in_flight
 from fivefold.planner.parts import (
     ITEMS,
@@ -51,6 +50,7 @@ from fivefold.planner.rank_memory import (
     OUTSIDE,
     SAVED,
     WAITING,
+    all_units,
     in_flight_bytes,
     largest_shard,
     matmul_bytes,
@@ -61,6 +61,7 @@ from fivefold.planner.rank_memory import (
     runtime_bytes,
 )
 from fivefold.planner.sums import Sent, Work, busiest, crowded, data_seconds, durations, least_span, passes
+from fivefold.planner.traits import Traits
 
 TIGHT = 0.94  # of a device's memory: above it the allocator starts to free and reallocate (planner facts, PyTorch FSDP)
 MOST_TOKENS, MOST_ROWS = 2**27, 2**24  # per row, and per step: far above any run
@@ -175,13 +176,18 @@ class Estimate:
 
 def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     """Estimate a layout. Raises `UserError`, with the nearest legal values, if it cannot run the model there."""
+    return Step(prices, resolved(prices, layout, workload), workload).estimate()
+
+
+def resolved(prices: PriceList, layout: Layout, workload: Workload) -> Layout:
+    """A layout with all of its degrees. Raises `UserError` if it cannot run the model there."""
     world, limits = prices.cluster.world, limits_of(prices.facts)
     # First: advice about shards does not help a model without experts.
     refuse(ExpertKeys.model_violations(layout, limits))
     refuse(layout.against_world(world, prices.cluster.text))
     layout = layout.resolve(world)
     refuse(legality.violations(layout, limits, world=world, batch=workload.global_batch_size))
-    return Step(prices, prices.engine.laid(layout), workload).estimate()
+    return layout
 
 
 @dataclass(frozen=True)
@@ -242,8 +248,8 @@ class Step:
         return self.price_list.cluster
 
     @property
-    def engine(self) -> Engine:
-        return self.price_list.engine
+    def traits(self) -> Traits:
+        return self.price_list.traits
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
@@ -265,7 +271,7 @@ class Step:
     @cached_property
     def computing(self) -> tuple[Numbers, Numbers]:
         """The same, without copies."""
-        return passes(self.work, self.sent, self.stages, self.gathers, self.engine)
+        return passes(self.work, self.sent, self.stages, self.gathers, self.traits)
 
     @cached_property
     def copying(self) -> Numbers:
@@ -283,9 +289,7 @@ class Step:
         found, layers = nothing(), self.stages.ranks[rank] @ self.stages.layers
         for part, count in zip(self.prices.parts, layers, strict=True):
             found += (part.forward + part.backward) * count
-        before, after = data_seconds(
-            self.work, self.sent, self.stages, self.gathers, overlaps=self.engine.overlaps_data
-        )
+        before, after = data_seconds(self.work, self.sent, self.stages, self.gathers, overlaps=self.traits.overlaps)
         found[ITEMS.index("data")] += self.stages.ranks[rank] @ (before + after)
         return found
 
@@ -395,8 +399,8 @@ class Step:
     def edge_seconds(self) -> float:
         """Seconds at the ends of a step that no compute hides: the first unit's gather, the last one's reduction, sums
         of gradients over replicas beyond one backward, and the sums over all ranks."""
-        backward = self.stages.ranks[self.busiest] @ self.passes[1] * self.engine.overlaps_sums
-        return float(self.edges.seconds(backward)) + self.price_list.world_seconds + self.engine.step_seconds
+        backward = self.stages.ranks[self.busiest] @ self.passes[1] * self.traits.overlaps
+        return float(self.edges.seconds(backward)) + self.price_list.world_seconds + self.traits.step_seconds
 
     def calls(self, rank: int) -> Iterator[Call]:
         """Priced collectives of a pipeline rank, except those between pipeline ranks. These are the calls of its parts
@@ -438,30 +442,32 @@ class Step:
 
     def memory_of(self, rank: int) -> dict[str, float]:
         """Bytes of a pipeline rank by item, at its fullest moment; the last two items are not tensors."""
+        found, waiting = self.tensors(rank)
+        found["allocator"] = sum(found.values()) * (self.traits.slack - 1) + self.traits.kept_back * waiting
+        if self.layout.offload_parameters:  # copies from host memory use blocks of their own stream
+            units = all_units(self.shards, self.stages.contents[rank])
+            found["allocator"] += largest_shard(units) * self.shards.shape.master_bytes
+        found["runtime"] = runtime_bytes(self.cluster.chip, self.grid)
+        return found
+
+    def tensors(self, rank: int) -> tuple[dict[str, float], float]:
+        """Bytes of a pipeline rank's tensors by item, at its fullest moment, and its most unreduced gradients at any
+        moment."""
         content, chip = self.stages.contents[rank], self.cluster.chip
-        waits = root_waits(self.shards, content, self.pipeline)
         resting = resting_bytes(
-            self.price_list, self.shards, content, self.layout.zero, waits=waits,
-            goes_on=self.micro_batches > 1,
+            self.price_list, self.shards, content, self.layout.zero,
+            waits=root_waits(self.shards, content, self.pipeline), goes_on=self.micro_batches > 1,
             away=self.layout.rests_in_host, state_dtype=self.layout.state_dtype,
             apart=bool(self.layout.outer_every),
         )  # fmt: skip
         in_flight = in_flight_bytes(
-            self.engine, self.work, self.stages, self.in_flight, self.prices.logits,
-            offloads=self.layout.offload_activations,
-        )  # fmt: skip
-        moving = moving_bytes(self.engine, chip, in_flight)
+            self.work, self.stages, self.in_flight, self.prices.logits, offloads=self.layout.offload_activations
+        )
+        moving = moving_bytes(chip, in_flight)
         own = {moment: {item: float(size[rank]) for item, size in items.items()} for moment, items in moving.items()}
         moments = ({**resting[moment], **own[moment]} for moment in resting)
-        found = max(moments, key=lambda items: sum(items.values()))
-        found |= {MATMULS: matmul_bytes(self.engine, self.cluster)}
-        waiting = max(items[WAITING] for items in resting.values())
-        found["allocator"] = sum(found.values()) * (self.engine.slack - 1) + self.engine.kept_back * waiting
-        if self.layout.offload_parameters:  # copies from host memory use blocks of their own stream
-            units = (unit for shard, _ in self.shards.of(content) for unit in shard.units)
-            found["allocator"] += largest_shard(units) * self.shards.shape.master_bytes
-        found["runtime"] = runtime_bytes(chip, self.grid)
-        return found
+        found = max(moments, key=lambda items: sum(items.values())) | {MATMULS: matmul_bytes(self.cluster)}
+        return found, max(items[WAITING] for items in resting.values())
 
     @cached_property
     def fullest(self) -> tuple[int, dict[str, float]]:

@@ -98,9 +98,9 @@ def cures(prices: PriceList, estimate: Estimate) -> tuple[Estimate, ...]:
 
 def budgeted(step: Step, most: float) -> Step | None:
     """Replace `selective` or `full` by the largest budget, in halves of a GiB, with which a device has at most `most`
-    bytes taken. None if that is not faster, if nothing is recomputed, and for other trainers."""
+    bytes taken. None if that is not faster, and if nothing is recomputed."""
     layout = step.layout
-    if layout.recompute not in ("selective", "full") or not step.engine.moments:
+    if layout.recompute not in ("selective", "full"):
         return None
 
     def of(halves: int) -> Step:

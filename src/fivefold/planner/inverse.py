@@ -108,7 +108,7 @@ def lean_step(
     trained = sum(parameter.size for parameter in prices.facts.parameters.values() if parameter.is_trained)
     if cluster.world * cluster.chip.memory_bytes < BYTES_PER_PARAMETER * trained:
         return None
-    own = PriceList(prices.facts, cluster, prices.engine, prices.whole_logits)
+    own = prices.repriced(cluster)
     limits, batch = limits_of(own.facts), workload.global_batch_size
     legal = (
         layout for layout in leanest(own, workload.seq_length, precision)

@@ -8,7 +8,6 @@ from fivefold.hardware.chip import chip_of_device
 from fivefold.hardware.cluster import Cluster, nodes_of
 from fivefold.parallel.layout import Layout
 from fivefold.planner.auto import facts_of_run, workload_of
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import estimate
 from fivefold.planner.price import PriceList
 from fivefold.planner.report import guessed
@@ -25,7 +24,7 @@ def expected(config: RunConfig, layout: str, device: str, about: Mapping[str, An
     own = Layout.parse(layout)
     cluster = cluster_of(own.world, device, about, config.hardware)
     facts = facts_of_run(config, vocabulary_of(about))
-    found = estimate(PriceList(facts, cluster, ENGINES["fivefold"], config.objective.is_own), own, workload_of(config))
+    found = estimate(PriceList(facts, cluster, config.objective.is_own), own, workload_of(config))
     told = filter(None, (cluster.text, guessed(cluster.chip), RESIDENT if device == "cpu" else ""))
     return Expected(found.step_seconds, found.memory_gib, "; ".join(told), found.step_interval)
 

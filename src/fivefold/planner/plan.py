@@ -18,7 +18,6 @@ from fivefold.models.facts import ModelFacts
 from fivefold.parallel.layout import DEGREES, Layout
 from fivefold.planner import report
 from fivefold.planner.answers import answer
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Step, Workload
 from fivefold.planner.estimate import estimate as estimate_layout
 from fivefold.planner.explain import cures, proposal, too_large
@@ -33,13 +32,11 @@ from fivefold.planner.sweeps import Sweeps, sweeps
 Model = str | Path | Mapping[str, Any]  # a name, a folder or file, or the values of a config.json
 
 
-def price_list(model: Model, cluster: Cluster | str, engine: str = "fivefold") -> PriceList:
-    """Prices of a model on a cluster. Raises `UserError` for an unknown model, cluster or engine."""
-    if engine not in ENGINES:
-        raise UserError(f"engine {engine!r} is not known", fix=f"choose one of {', '.join(ENGINES)}")
+def price_list(model: Model, cluster: Cluster | str) -> PriceList:
+    """Prices of a model on a cluster. Raises `UserError` for an unknown model or cluster."""
     _check(cluster, (Cluster, str), "cluster", 'write its text, such as "8xH100"')
     where = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster)
-    return PriceList(_facts(model), where, ENGINES[engine])
+    return PriceList(_facts(model), where)
 
 
 def plan(
@@ -49,7 +46,7 @@ def plan(
     _check(top, int, "top", "write how many layouts you want")
     if top < 1:
         raise UserError(f"top {top} asks for no layout", fix="top is 1 or more")
-    prices, asked = price_list(model, cluster), _workload(workload)
+    prices, asked = price_list(model, cluster), as_workload(workload)
     found = answer(prices, asked, top=top)
     if not found.best:
         raise too_large(prices, asked, found.closest)
@@ -60,8 +57,16 @@ def estimate(
     model: Model, cluster: Cluster | str, workload: Workload | Mapping[str, int],
     layout: Layout | str | Mapping[str, Any], *, engine: str = "fivefold",
 ) -> Estimate:  # fmt: skip
-    """Estimate a step of one layout, given as its text or its fields. Raises `UserError` if it cannot run."""
-    return estimate_layout(price_list(model, cluster, engine), _layout(layout), _workload(workload))
+    """Estimate a step of one layout, given as its text or its fields. Raises `UserError` if it cannot run.
+
+    `engine`: `fivefold`. Other trainers are priced by `estimate` of `benchmarks/planner_accuracy.py`.
+    """
+    if engine != "fivefold":
+        raise UserError(
+            f"engine {engine!r} is not known",
+            fix="leave it out; engines of other trainers are in benchmarks/planner_accuracy.py",
+        )
+    return estimate_layout(price_list(model, cluster), as_layout(layout), as_workload(workload))
 
 
 def planned(
@@ -308,7 +313,8 @@ def _facts(model: Model) -> ModelFacts:
         return facts_of_config(file)
 
 
-def _workload(workload: Workload | Mapping[str, int]) -> Workload:
+def as_workload(workload: Workload | Mapping[str, int]) -> Workload:
+    """A workload, given as itself or as its fields. Raises `UserError` for other fields or values."""
     known = {field.name for field in fields(Workload)}
     if isinstance(workload, Workload):
         return workload
@@ -322,7 +328,8 @@ def _workload(workload: Workload | Mapping[str, int]) -> Workload:
     return Workload(**workload)
 
 
-def _layout(layout: Layout | str | Mapping[str, Any]) -> Layout:
+def as_layout(layout: Layout | str | Mapping[str, Any]) -> Layout:
+    """A layout, given as itself, its text or its fields. Raises `UserError` for other fields or values."""
     if isinstance(layout, Mapping):
         known = {field.name for field in fields(Layout)}
         if wrong := [name for name in layout if name not in known]:

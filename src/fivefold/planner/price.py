@@ -8,7 +8,8 @@ saved tensor is repeated here.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from math import gcd, log2, prod
+from math import gcd, prod
+from typing import Self
 
 import numpy as np
 
@@ -26,15 +27,8 @@ from fivefold.parallel.memory import layer_bytes
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.parallel.recompute.policy import Recompute
-from fivefold.planner.compute import (
-    Product,
-    attention_seconds,
-    fused_saved,
-    host_seconds,
-    matmul_seconds,
-    traffic_seconds,
-)
-from fivefold.planner.engines import Engine
+from fivefold.parallel.stage_plan import stage_plan
+from fivefold.planner.compute import Product, attention_seconds, host_seconds, matmul_seconds, traffic_seconds
 from fivefold.planner.links import seconds
 from fivefold.planner.parts import (
     ITEMS,
@@ -49,29 +43,29 @@ from fivefold.planner.parts import (
     UnitPrice,
     nothing,
 )
+from fivefold.planner.traits import Traits
 
 # Bytes that one number of fp32 moves through memory when it is coded in eight bits, decoded, and added up
 # (`parallel/nodes/wire.py`, `in_order.py`): each operation there reads and writes all numbers.
 ENCODING, DECODING, SUMMING = 51, 25, 12
 AXES = {"tp": "tp", "cp": "cp", "cp_ring": "cp", "cp_ulysses": "cp", "ep": "ep"}  # axis of a micro batch -> item
+Forward = tuple[tuple[Product, ...], float, float, float]  # matmuls; seconds of matmuls, attention, memory traffic
 
 
 @dataclass(frozen=True)
-class _Pricing:
+class Pricing:
     """Inputs of prices. `matmul_dtype`: of the matmuls in layers, if not the layout's precision, in which attention and
-    the head stay. `across`: the layout's pipeline leaves the node. `forwards`: by layer, the results for its forward,
-    which all modes of recompute share."""
+    the head stay. `forwards`: by layer, the results for its forward, which all modes of recompute share."""
 
     plan: ParallelPlan
     shape: StepShape
     prices: "PriceList"
     matmul_dtype: str = ""
-    across: bool = False
-    forwards: dict[str, tuple[tuple[Product, ...], float, float, float, float]] = field(default_factory=dict)
+    forwards: dict[str, Forward] = field(default_factory=dict)
 
     @property
-    def engine(self) -> Engine:
-        return self.prices.engine
+    def traits(self) -> Traits:
+        return self.prices.traits
 
     @property
     def chip(self) -> Chip:
@@ -139,151 +133,139 @@ class _Pricing:
         return sum((heads.key_size + heads.value_size) * self.scores(heads) for heads in cost.attention)
 
     def layer(self, layer: str, cost: LayerCost) -> LayerPrice:
-        """Price one layer. A backward does twice the matmuls of a forward, half of them for the weights (none for
-        frozen weights), and 2.5 times the attention (FlashAttention recomputes the scores)."""
-        chip, mode = self.chip, self.shape.recompute.of(layer)
-        engine = self.engine
+        """Price one layer."""
         if layer not in self.forwards:
-            self.forwards[layer] = self._forward(layer, cost)
-        products, matmuls, attention, traffic, scores = self.forwards[layer]
-        forward, weights = nothing(), nothing()
+            self.forwards[layer] = self.forward(layer, cost)
+        forward, backward, weights = self.passes(self.forwards[layer])
+        if self.matmul_dtype:
+            self._cast(self.forwards[layer], forward, backward)
+        self.recompute(layer, cost, forward, backward)
+        calls = self.sent(layer, forward, backward)
+        return LayerPrice(forward, backward, weights, self.host(layer), *self.kept(layer, cost), calls)
+
+    def forward(self, layer: str, cost: LayerCost) -> Forward:
+        """Price the forward of a layer, without recompute."""
+        products, layout = tuple(self.products(layer, cost)), self.plan.layout
+        matmuls = sum(matmul_seconds(self.chip, product, self.matmul_dtype or self.dtype) for product in products)
+        attention = attention_seconds(self.chip, self.attention_flops(cost), self.dtype)
+        traced = cost.saved.on_rank(layout.tp, sequence_parallel=self.plan.splits_sequence, expert_tp=layout.expert_tp)
+        moved = self.traits.traffic * traced * self.tokens * self.shape.compute_bytes
+        return products, matmuls, attention, traffic_seconds(self.chip, moved) / 3
+
+    def passes(self, of: Forward) -> tuple[Seconds, Seconds, Seconds]:
+        """Seconds of a forward, of a backward, and of the backward's weight gradients. A backward does twice the
+        matmuls of a forward, half of them for the weights (none for frozen weights), and 2.5 times the attention
+        (FlashAttention recomputes the scores)."""
+        products, matmuls, attention, traffic = of
+        forward = nothing()
         forward[:3] = matmuls, attention, traffic
-        if not self.plan.facts.has_adapter:
-            weights[:3] = matmuls, 0.0, self._added(products)
+        weights = nothing() if self.plan.facts.has_adapter else self.weights(products, matmuls)
         backward = weights.copy()
         backward[:3] += matmuls, 2.5 * attention, 2 * traffic
-        if self.matmul_dtype:
-            cast = [product.rows * product.inputs + product.inputs * product.outputs for product in products]
-            forward[2] += traffic_seconds(chip, engine.cast_bytes * sum(cast))
-            backward[2] += traffic_seconds(
-                chip, engine.cast_bytes * sum(product.rows * product.outputs for product in products)
-            )
-        partly = mode == "selective"
-        keeps, again = engine.selective if partly else (1.0, float(mode == "full"))
-        backward[:3] += forward[:3] * again
-        if partly and engine.moments:  # all but matmuls and attention is recomputed
-            backward[2] += traffic
-        if partly and engine.score_bytes:  # only attention is recomputed
-            backward[1:3] += attention, traffic_seconds(chip, engine.score_bytes * scores) / 3
-        calls = self._sent(layer, forward, backward)
-        host = self._host_seconds()
-        kept, working = self._kept(layer, cost, keeps)
-        return LayerPrice(forward, backward, weights, (host / 3, host * (2 + again) / 3), kept, working, calls)
+        return forward, backward, weights
 
-    def _forward(self, layer: str, cost: LayerCost) -> tuple[tuple[Product, ...], float, float, float, float]:
-        """Price the forward of a layer, without recompute: its matmuls; seconds of matmuls, attention and memory
-        traffic; scores."""
-        chip, engine, layout = self.chip, self.engine, self.plan.layout
-        products = tuple(self.products(layer, cost))
-        matmuls = sum(map(self._matmul_seconds, products))
-        attention = attention_seconds(chip, self.attention_flops(cost), self.dtype) / engine.attention
-        traced = cost.saved.on_rank(layout.tp, sequence_parallel=self.plan.splits_sequence, expert_tp=layout.expert_tp)
-        scores, token = sum(map(self.scores, cost.attention)), self.tokens * self.shape.compute_bytes
-        traffic = traffic_seconds(chip, engine.traffic * traced * token + engine.score_bytes * scores) / 3
-        return products, matmuls, attention, traffic, scores
+    def weights(self, products: Sequence[Product], matmuls: float) -> Seconds:
+        """Seconds of the weight gradients of `products`. `matmuls`: of their forward."""
+        found = nothing()
+        found[ITEMS.index("matmuls")] = matmuls
+        return found
 
-    def _matmul_seconds(self, product: Product) -> float:
-        """Forward seconds of a matmul in a layer."""
-        part = self.engine.matmul * (self.engine.grouped if product.count > 1 else 1.0)
-        return matmul_seconds(self.chip, product, self.matmul_dtype or self.dtype) / part
+    def _cast(self, of: Forward, forward: Seconds, backward: Seconds) -> None:
+        """Add casts of the operands of matmuls, and of the gradients of their outputs."""
+        products, *_ = of
+        cast = sum(product.rows * product.inputs + product.inputs * product.outputs for product in products)
+        gradients = sum(product.rows * product.outputs for product in products)
+        forward[2] += traffic_seconds(self.chip, self.traits.cast_bytes * cast)
+        backward[2] += traffic_seconds(self.chip, self.traits.cast_bytes * gradients)
 
-    def _added(self, products: Sequence[Product]) -> float:
-        """Seconds to accumulate a micro batch's gradients of these matmuls' weights."""
-        numbers = sum(product.inputs * product.outputs * product.count for product in products)
-        return traffic_seconds(self.chip, self.engine.sum_bytes * numbers)
+    def recompute(self, layer: str, cost: LayerCost, forward: Seconds, backward: Seconds) -> None:
+        """Add what a backward recomputes: a whole forward, or all but matmuls and attention."""
+        match self.shape.recompute.of(layer):
+            case "full":
+                backward[:3] += forward[:3]
+            case "selective":
+                *_, traffic = self.forwards[layer]
+                backward[2] += traffic
 
-    def _kept(self, layer: str, cost: LayerCost, keeps: float) -> tuple[int, int]:
-        """Bytes of a layer that stay until backward, and additional bytes of its backward. `keeps`: the part of what
-        forward saves that selective recompute leaves."""
-        own, engine = layer_bytes(self.plan, layer, cost, self.shape), self.engine
-        if engine.moments:
-            return own.kept, own.working
-        scores = sum(map(self.scores, cost.attention))
-        saved = self._saved(layer, cost) * self.tokens * self.shape.compute_bytes * engine.saved_scale
-        mode = self.shape.recompute.of(layer)
-        saved = round(saved + (0 if mode == "selective" else engine.score_memory) * scores)
-        return (own.kept, saved) if mode == "full" and own.kept < saved else (round(saved * keeps), 0)
+    def host(self, layer: str) -> tuple[float, float]:
+        """Seconds of Python and launches of a layer's forward, and of its backward."""
+        return of_passes(self.traits.host_seconds, float(self.shape.recompute.of(layer) == "full"))
 
-    def _saved(self, layer: str, cost: LayerCost) -> float:
-        """Numbers that a token saves on a rank of another trainer."""
-        tp, splits, engine = self.plan.layout.tp, self.plan.splits_sequence, self.engine
-        saved = fused_saved(layer, cost, self.plan.facts.partition, self.shape.hidden) if engine.fused else cost.saved
-        if engine.gathers_again and splits:
-            saved = replace(saved, residual=saved.residual + saved.entered, entered=0.0)
-        return saved.on_rank(tp, sequence_parallel=splits, expert_tp=self.plan.layout.expert_tp)
+    def kept(self, layer: str, cost: LayerCost) -> tuple[int, int]:
+        """Bytes of a layer that stay until backward, and additional bytes of its backward."""
+        found = layer_bytes(self.plan, layer, cost, self.shape)
+        return found.kept, found.working
 
-    def _host_seconds(self) -> float:
-        """Seconds of Python and launches, forward and backward of a layer."""
-        engine, tp = self.engine, self.plan.layout.tp
-        if not self.across or tp == 1:
-            return engine.host_seconds
-        nodes = self.prices.span(self.plan.placement.grid.axes["tp"]).nodes
-        return engine.host_seconds + engine.host_across * tp * float(nodes**engine.host_power)
-
-    def _sent(self, layer: str, forward: Seconds, backward: Seconds) -> tuple[Call, ...]:
+    def sent(self, layer: str, forward: Seconds, backward: Seconds) -> tuple[Call, ...]:
         """Add a layer's collectives in a micro batch, without FSDP's. Those of cp that may overlap compute are exposed
-        as far as they outlast attention. A part of tp's, or those that may, overlap the matmuls, for at most as long as
-        they last."""
+        as far as they outlast attention. Those of tp that may overlap the matmuls, for at most as long as they last."""
         beside = {"forward": 0.0, "backward": 0.0}
         tensor, hides = dict(beside), dict(beside)
-        own = [call for module, calls in self.calls_of.items() if _is_of(module, layer) for call in calls]
+        own = self.calls_in(layer)
         for call in own:
-            took, axis = self.seconds(call) * call.times, AXES[call.axis]
-            where = forward if call.phase == "forward" else backward
+            took, hidden, axis = self.call_seconds(call), self.hidden(call), AXES[call.axis]
             if axis == "tp":
-                took += call.times * self._meeting(call)
                 tensor[call.phase] += took
-                hides[call.phase] += took * (1.0 if call.overlaps else self.engine.overlaps_tensor)
-                where[ITEMS.index("tp")] += call.times * self.engine.tensor_seconds
-            elif call.overlaps and self.engine.overlaps_context:
+                hides[call.phase] += took * hidden
+            elif hidden:
                 beside[call.phase] += took / 2  # a send and a receive overlap
             else:
+                where = forward if call.phase == "forward" else backward
                 where[ITEMS.index(axis)] += took
         for phase, where in (("forward", forward), ("backward", backward)):
             where[ITEMS.index("cp")] += max(0.0, beside[phase] - where[ITEMS.index("attention")])
             hidden = min(hides[phase], float(where[ITEMS.index("matmuls")]))
             where[ITEMS.index("tp")] += tensor[phase] - hidden
-        return tuple(own)
+        return own
 
-    def _meeting(self, call: Call) -> float:
-        """Seconds that ranks on several nodes wait for each other in one of tp's collectives."""
-        nodes = self.prices.span(self.plan.placement.grid.axes[call.axis]).nodes
-        return self.engine.tensor_across * log2(nodes)
+    def calls_in(self, layer: str) -> tuple[Call, ...]:
+        """Those of `calls` that modules of a layer make."""
+        return tuple(call for module, calls in self.calls_of.items() if _is_of(module, layer) for call in calls)
+
+    def call_seconds(self, call: Call) -> float:
+        """Seconds of a call in a micro batch."""
+        return self.seconds(call) * call.times
+
+    def hidden(self, call: Call) -> float:
+        """Part of a call that compute can hide."""
+        return float(call.overlaps and self.traits.overlaps)
 
     # ---- the ends ----------------------------------------------------------------------------------------------------
 
     def embedding(self) -> LayerPrice:
         """Price the embedding, a lookup: its collectives alone."""
         forward, backward = nothing(), nothing()
-        calls = self._sent(self.plan.anatomy.embedding, forward, backward)
+        calls = self.sent(self.plan.anatomy.embedding, forward, backward)
         return LayerPrice(forward, backward, nothing(), calls=calls)
 
     def head(self) -> LayerPrice:
         """Price the head's matmul and the loss."""
-        chip, outside = self.chip, self.plan.facts.outside
         products = [
-            Product(self.tokens, matmul.inputs, self._outputs(matmul.name, matmul.outputs)) for matmul in outside
+            Product(self.tokens, matmul.inputs, self._outputs(matmul.name, matmul.outputs))
+            for matmul in self.plan.facts.outside
         ]
-        matmuls = sum(matmul_seconds(chip, product, self.dtype) for product in products) / self.engine.matmul
-        loss = traffic_seconds(chip, self.engine.logit_bytes * self.tokens * self.plan.vocabulary) / 2
-        added = self._added(products)
-        forward, backward, weights = nothing(), nothing(), nothing()
-        forward[:3], backward[:3], weights[:3] = (matmuls, 0, loss), (2 * matmuls, 0, loss + added), (matmuls, 0, added)
-        calls, host = self._sent(self.plan.anatomy.head, forward, backward), self.engine.host_of_ends
-        return LayerPrice(forward, backward, weights, (host / 3, host * 2 / 3), calls=calls)
+        matmuls = self.head_matmuls(products)
+        loss = traffic_seconds(self.chip, self.traits.logit_bytes * self.tokens * self.plan.vocabulary) / 2
+        forward, weights = nothing(), self.weights(products, matmuls)
+        forward[:3] = matmuls, 0, loss
+        backward = forward + weights
+        calls = self.sent(self.plan.anatomy.head, forward, backward)
+        return LayerPrice(forward, backward, weights, of_passes(self.traits.host_of_ends), calls=calls)
+
+    def head_matmuls(self, products: Iterable[Product]) -> float:
+        """Forward seconds of the head's matmuls."""
+        return sum(matmul_seconds(self.chip, product, self.dtype) for product in products)
 
     def logits(self) -> int:
-        """Bytes of the loss at once: one chunk, or all logits if the trainer does not chunk them."""
-        if self.engine.logit_memory is None:
-            return logit_bytes(self.plan, self.shape)
-        return round(self.engine.logit_memory * self.tokens * self.plan.vocabulary)
+        """Bytes of one chunk of the loss."""
+        return logit_bytes(self.plan, self.shape)
 
     def _outputs(self, module: str, outputs: int) -> int:
         return self.plan.vocabulary if module == self.plan.anatomy.head else outputs
 
 
 @dataclass(frozen=True)
-class _Sharding(_Pricing):
+class Sharding(Pricing):
     """Inputs of shards."""
 
     def shard(self, modules: Sequence[str]) -> Shard:
@@ -310,7 +292,7 @@ class _Sharding(_Pricing):
         if not reduced:
             calls |= {"reduce": (), "replicas": ()}
         gather, reduce, near = (sum(map(self.seconds, calls[what])) for what in ("gather", "reduce", "near"))
-        copy = traffic_seconds(self.chip, self.engine.gather_traffic * gathered)
+        copy = traffic_seconds(self.chip, self.traits.gather_traffic * gathered)
         shards, node = placement.grid.fsdp_shards(unit.over), 1
         if fsdp.has_levels(unit):  # parts are put in order between the two levels
             node = placement.grid.size(placement.grid.node_axis(unit.over))
@@ -319,7 +301,7 @@ class _Sharding(_Pricing):
         if fsdp.is_coded(unit):
             gather += traffic_seconds(self.chip, (ENCODING / shards + DECODING) * fsdp.padded_sizes(unit)[0])
         gather, near = gather + copy, near + copy
-        reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * self.shape.compute_bytes)
+        reduce += traffic_seconds(self.chip, self.traits.reduce_traffic * reduced * self.shape.compute_bytes)
         if fsdp.reduces_coded(unit):
             reduce += traffic_seconds(self.chip, (ENCODING + DECODING + SUMMING) * reduced / node)
         if self.plan.layout.offload_parameters:
@@ -344,6 +326,12 @@ def _is_of(module: str, layer: str) -> bool:
     return module == layer or is_within(module, [layer])
 
 
+def of_passes(seconds: float, again: float = 0.0) -> tuple[float, float]:
+    """Split seconds of a forward and a backward, of which a backward takes two thirds. `again`: the part of a forward
+    that it recomputes besides."""
+    return seconds / 3, seconds * (2 + again) / 3
+
+
 # Keys that make no difference to a micro batch of a rank, or are priced beside the layout. Every other key is kept, so
 # that its bytes and its collectives count.
 _BESIDE = {
@@ -351,7 +339,7 @@ _BESIDE = {
     for name in (
         "dp_replicate", "pp", "pp_schedule", "pp_virtual", "pp_split", "zero", "hpz", "hierarchical", "gathers",
         "reductions", "micro_batch_size", "recompute", "offload_activations", "offload_parameters",
-        "offload_optimizer", "state_dtype", "outer_every",
+        "offload_optimizer", "state_dtype", "outer_every", "fp8_high_layers",
     )
 }  # fmt: skip
 
@@ -360,7 +348,7 @@ def work_layout(layout: Layout) -> Layout:
     """The smallest layout whose ranks do the same in a micro batch, rows and recompute aside: one stage, and no more
     shards than `ep` needs."""
     shards = layout.ep // gcd(layout.ep, layout.cp * layout.tp // layout.etp)
-    return replace(layout, **_BESIDE, dp_shard=shards).multiplying_plainly()
+    return replace(layout, **_BESIDE, dp_shard=shards)
 
 
 def shard_layout(layout: Layout) -> Layout:
@@ -371,25 +359,25 @@ def shard_layout(layout: Layout) -> Layout:
         ep=layout.ep, sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, hpz=layout.hpz,
         hierarchical=layout.hierarchical, gathers=layout.gathers, reductions=layout.reductions,
         precision=layout.precision, state_dtype=layout.state_dtype, offload_parameters=layout.offload_parameters,
-    )  # fmt: skip
+    ).multiplying_like(layout)  # fmt: skip
 
 
 @dataclass(eq=False)
 class PriceList:
-    """All prices of a model on a cluster, each computed once. `whole_logits`: with a loss of the user's own. `short`:
-    the model with one layer of each kind. `ends`: the model with its first and its last layer."""
+    """All prices of a model on a cluster, each computed once. `whole_logits`: with a loss of the user's own.
+    `compiled`: with compiled layers, on a GPU. `short`: the model with one layer of each kind. `ends`: the model with
+    its first and its last layer."""
 
     facts: ModelFacts
     cluster: Cluster
-    engine: Engine
     whole_logits: bool = False
+    compiled: bool = True
+    traits: Traits = field(init=False)
     short: ModelFacts = field(init=False)
     ends: ModelFacts = field(init=False)
     _plans: dict[Layout, ParallelPlan] = field(init=False, default_factory=dict)
-    _found: dict[tuple[Layout, int, int, str, str, bool, bool], Prices] = field(init=False, default_factory=dict)
-    _modes: dict[tuple[Layout, int, int, str, bool, bool], tuple[_Pricing, Prices]] = field(
-        init=False, default_factory=dict
-    )
+    _found: dict[tuple[Layout, int, int, str, bool], Prices] = field(init=False, default_factory=dict)
+    _modes: dict[tuple[Layout, int, int, bool], tuple[Pricing, Prices]] = field(init=False, default_factory=dict)
     _calls: dict[tuple[Layout, int, StepShape], tuple[Call, ...]] = field(init=False, default_factory=dict)
     _shards: dict[Layout, Shards] = field(init=False, default_factory=dict)
     _stages: dict[Layout, Stages] = field(init=False, default_factory=dict)
@@ -397,46 +385,33 @@ class PriceList:
     _spans: dict[Axis, Span] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.engine = self.engine.on(self.cluster.chip)
+        self.traits = Traits(compiled=self.compiled).on(self.cluster.chip)
         kinds, layers = self.facts.kinds, self.facts.anatomy.layers
         self.short = self.facts.only([layers[kinds.index(kind)] for kind in sorted(set(kinds))])
         self.ends = self.facts.only([layers[0], layers[-1]])
 
-    @property
-    def compiled(self) -> bool:
-        """True if layers are compiled, which does not pay on a CPU."""
-        return self.engine.compiled and not self.cluster.chip.is_host
-
-    def repriced(self, cluster: Cluster, engine: Engine) -> "PriceList":
-        """Prices of the same layouts on another cluster or for another trainer, from the same plans."""
-        other = PriceList(self.facts, cluster, engine, self.whole_logits)
+    def repriced(self, cluster: Cluster) -> Self:
+        """Prices of the same layouts on another cluster, from the same plans."""
+        other = replace(self, cluster=cluster)
         other._plans, other._calls = self._plans, self._calls
         return other
 
     def of(self, layout: Layout, tokens: int) -> Prices:
         """Prices of a micro batch under a layout, with rows of `tokens` tokens, padded. Recompute is a mode;
         `budget.py` decides how a budget is spent. Raises `UserError` if the layout does not fit the model."""
-        work = work_layout(layout)
-        if self.engine.moments:  # collectives for scales, and refusals, are this runtime's
-            work = work.multiplying_like(layout)
-        across = self.engine.host_across > 0 and layout.pp > 1 and self.cluster.world > self.cluster.domain
-        again = self._gathers_again(layout)
-        key = work, tokens, layout.micro_batch_size, layout.recompute, layout.matmul_dtype, across, again
+        key = work_layout(layout), tokens, layout.micro_batch_size, layout.recompute, self._gathers_again(layout)
         if key not in self._found:
             self._found[key] = self._price(*key)
         return self._found[key]
 
     def _gathers_again(self, layout: Layout) -> bool:
-        """True if compiled layers, which are this runtime's, may all-gather a column's input again."""
+        """True if layers may all-gather a column's input again."""
         splits_sequence = layout.tp > 1 and layout.sequence_parallel
-        can = self.compiled and self.engine.gathers_again
-        return can and splits_sequence and not layout.schedule.splits_backward
+        return self.traits.compiled and splits_sequence and not layout.schedule.splits_backward
 
     def shards(self, layout: Layout) -> Shards:
         """The parameters of a rank under a layout."""
         key = shard_layout(layout)
-        if self.engine.moments:  # collectives in the precision of matmuls are this runtime's
-            key = key.multiplying_like(layout)
         if key not in self._shards:
             self._shards[key] = self._shard(key)
         return self._shards[key]
@@ -482,7 +457,7 @@ class PriceList:
     def plan(self, layout: Layout) -> ParallelPlan:
         """Plan of the short model, seen from rank 0."""
         if layout not in self._plans:
-            in_copies = self.engine.moments and computes_in_copies(self.facts, layout)  # of the whole model
+            in_copies = computes_in_copies(self.facts, layout)  # of the whole model
             self._plans[layout] = replace(lower(self.short, layout, 0), in_copies=in_copies)
         return self._plans[layout]
 
@@ -497,17 +472,15 @@ class PriceList:
         """The ranks of a layout, with the axes that the model adds."""
         return replace(self.plan(work_layout(layout)).placement.grid, layout=layout)
 
-    def _price(
-        self, work: Layout, tokens: int, rows: int, recompute: str, dtype: str, across: bool, again: bool
-    ) -> Prices:
+    def _price(self, work: Layout, tokens: int, rows: int, recompute: str, again: bool) -> Prices:
         plan = self.plan(work)
         shape = replace(
             plan.step_shape(rows, tokens, 1, whole_logits=self.whole_logits), recompute=Recompute(recompute),
-            compiled=self.compiled, gathers_again=again,
+            compiled=self.traits.compiled, gathers_again=again,
         )  # fmt: skip
-        shared = work, tokens, rows, dtype, across, again
+        shared = work, tokens, rows, again
         like = self._modes.get(shared)  # another mode of recompute: same ends and forwards
-        pricing = _Pricing(plan, shape, self, dtype, across, like[0].forwards if like else {})
+        pricing = self.pricing(plan, shape, work.matmul_dtype, like[0].forwards if like else {})
         costs = zip(plan.anatomy.layers, self.short.layer_costs, strict=True)
         layers = tuple(pricing.layer(layer, cost) for layer, cost in costs)
         if like:
@@ -516,9 +489,13 @@ class PriceList:
         self._modes[shared] = pricing, found
         return found
 
+    def pricing(self, plan: ParallelPlan, shape: StepShape, dtype: str, forwards: dict[str, Forward]) -> Pricing:
+        """Inputs of the prices of a micro batch."""
+        return Pricing(plan, shape, self, dtype, forwards)
+
     def _shard(self, layout: Layout) -> Shards:
         plan = self.plan(layout)
-        pricing = _Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self)
+        pricing = Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self)
         layers = tuple(pricing.shard([layer]) for layer in plan.anatomy.layers)
         sums_tied = plan.tied and plan.facts.parameters[plan.tied].is_trained
         tied = plan.placement.held_bytes(plan.tied, pricing.shape.master_bytes) if plan.tied and sums_tied else 0
@@ -536,11 +513,11 @@ class PriceList:
             return Shard((NO_UNIT,))
         layout = replace(layout, pp=2)
         plan = lower(self.ends, layout, layout.world // 2 if has_head else 0)
-        return _Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self).rest()
+        return Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self).rest()
 
     def splits(self, pipeline: Layout) -> Sequence[tuple[int, int]]:
         """First layer of each stage, and the one after its last."""
-        return self.engine.split(self.facts, pipeline)
+        return stage_plan(self.facts, pipeline).splits
 
     def _staged(self, pipeline: Layout) -> Stages:
         splits, pp = self.splits(pipeline), pipeline.pp

@@ -4,7 +4,7 @@ torch.
 Moments are those of `parallel/moments.py`. On a CPU, FSDP's collectives during a backward are additional moments.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +22,11 @@ from fivefold.parallel.offload.spec import in_update
 from fivefold.parallel.outer import keys as outer
 from fivefold.parallel.pipeline.memory import InFlightBytes
 from fivefold.parallel.ranks import RankGrid
-from fivefold.planner.engines import Engine
 from fivefold.planner.flow import StagesInFlight
 from fivefold.planner.parts import NO_UNIT, Content, Numbers, Shards, Stages, UnitPrice
 from fivefold.planner.price import PriceList
 from fivefold.planner.sums import Work
 
-AT_ONCE = "all at once"  # the one moment of another trainer's memory
 PACKED_BYTES = 15 * 2**19  # per thread of MKL: 7.3 to 7.8 MiB of fp32 in matmuls of 256 to 1024 rows, measured
 OUTSIDE = ("allocator", "runtime")  # items that are not tensors
 MATMULS, WAITING, BUFFERS = "work space of matmuls", "unreduced gradients", "buffers of gloo"
@@ -46,20 +44,20 @@ EXCHANGES = {
 
 
 def in_flight_bytes(
-    engine: Engine, work: Work, stages: Stages, of: StagesInFlight, logits: Numbers | float, *, offloads: bool = False
-) -> InFlightBytes:  # fmt: skip
+    work: Work, stages: Stages, of: StagesInFlight, logits: Numbers | float, *, offloads: bool = False
+) -> InFlightBytes:
     """Bytes of micro batches in flight, for each pipeline rank. `logits`: of the loss. `offloads`: of activations."""
     each = work.kept @ stages.layers.T
     if offloads:
         each = each - moved_bytes(work, stages)
-    if engine.moments:
-        each[..., 1:] += work.edges[..., :1]
-        each[..., :-1] += work.edges[..., 1:2]
+    each[..., 1:] += work.edges[..., :1]
+    each[..., :-1] += work.edges[..., 1:2]
     has_head, of_head = np.array([content.has_head for content in stages.contents]), work.edges[..., 2:]
 
     def added(numbers: Numbers) -> Numbers:
-        found: Numbers = (each * numbers) @ stages.ranks.T
-        return found + of_head * np.maximum(0, numbers[..., -1:] - 1) * has_head if engine.moments else found
+        heads = of_head * np.maximum(0, numbers[..., -1:] - 1) * has_head
+        found: Numbers = (each * numbers) @ stages.ranks.T + heads
+        return found
 
     return InFlightBytes(
         saved=added(of.most),
@@ -88,15 +86,13 @@ def _most(parts: Numbers, stages: Stages, has: "NDArray[np.bool_] | None" = None
     return found
 
 
-def moving_bytes(engine: Engine, chip: Chip, of: InFlightBytes) -> dict[str, dict[str, Numbers]]:
-    """Moment -> item -> bytes of each pipeline rank; for another trainer, all moments at once."""
-    if engine.moments:
-        found = of.at()
-        beside = {
-            moment: found[exchange] | {"working memory": 0 * of.working} for moment, (_, exchange) in EXCHANGES.items()
-        }
-        return found | beside if chip.is_host else found
-    return {AT_ONCE: {SAVED: of.saved, "working memory": of.working, "loss": of.loss}}
+def moving_bytes(chip: Chip, of: InFlightBytes) -> dict[str, dict[str, Numbers]]:
+    """Moment -> item -> bytes of each pipeline rank."""
+    found = of.at()
+    if not chip.is_host:
+        return found
+    computes_nothing = {"working memory": 0 * of.working}
+    return found | {moment: found[exchange] | computes_nothing for moment, (_, exchange) in EXCHANGES.items()}
 
 
 def resting_bytes(
@@ -106,8 +102,23 @@ def resting_bytes(
     """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `waits`: see `root_waits`.
     `goes_on`: see `fsdp.resting_bytes`. `away`: items that rest in host memory. `state_dtype`: of the optimizer's
     state. `apart`: replicas train apart."""
-    shape, of_rank, zero = shards.shape, shards.of(content), shards.stage(zero)
-    units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
+    shape, sizes = shards.shape, _units(shards, content)
+    state = state_bytes(price_list, shards, content, away=away, state_dtype=state_dtype, apart=apart)
+    moments: Mapping[str, Mapping[str, float]] = fsdp.resting_bytes(
+        state, sizes, shards.stage(zero), shape, root_waits=waits, goes_on=goes_on
+    )
+    if not price_list.cluster.chip.is_host:
+        return moments
+    in_layers = (unit for kind, _ in content.kinds for unit in shards.layers[kind].units if unit.is_sent)
+    sent = max(in_layers, key=lambda unit: unit.gathered, default=NO_UNIT)
+    return {**moments, **_exchanges(moments, sizes, sent, shards.stage(zero), shape)}
+
+
+def state_bytes(
+    price_list: PriceList, shards: Shards, content: Content, *, away: frozenset[str], state_dtype: str, apart: bool
+) -> dict[str, int]:
+    """Item -> bytes that last from step to step, and those of gradients. Arguments: see `resting_bytes`."""
+    shape, units = shards.shape, all_units(shards, content)
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
     kinds = len(shape.optimizer.state)
     state = {
@@ -119,24 +130,13 @@ def resting_bytes(
     if away or state_dtype != "fp32":
         largest = largest_shard(units) * shape.master_bytes
         restored = restored_bytes(state_dtype, largest // shape.master_bytes)
-        state = in_update(state, largest, restored, away=away)
-    if price_list.engine.moments:
-        sizes = _units(shards, content)
-        moments: Mapping[str, Mapping[str, float]] = fsdp.resting_bytes(
-            state, sizes, zero, shape, root_waits=waits, goes_on=goes_on
-        )
-        if not price_list.cluster.chip.is_host:
-            return moments
-        in_layers = (unit for kind, _ in content.kinds for unit in shards.layers[kind].units if unit.is_sent)
-        sent = max(in_layers, key=lambda unit: unit.gathered, default=NO_UNIT)
-        return {**moments, **_exchanges(moments, sizes, sent, zero, shape)}
-    gathered, waiting = unit_bytes([(unit.gathered, unit.reduced) for unit in units], zero, shape)
-    found: dict[str, float] = {**state, GATHERED: gathered, WAITING: waiting}
-    if price_list.engine.reduces_in_place:
-        found["gradients"] = 0
-    if price_list.engine.spares:
-        found["spare gradients"] = spare_bytes(shards, content)
-    return {AT_ONCE: found}
+        return in_update(state, largest, restored, away=away)
+    return state
+
+
+def all_units(shards: Shards, content: Content) -> list[UnitPrice]:
+    """The units of a pipeline rank; the model's own unit is the last."""
+    return [unit for shard, count in shards.of(content) for unit in shard.units for _ in range(count)]
 
 
 def largest_shard(units: Iterable[UnitPrice]) -> int:
@@ -202,37 +202,11 @@ def _units(shards: Shards, content: Content) -> Units:
     )
 
 
-def unit_bytes(sizes: Sequence[tuple[int, int]], zero: int, shape: StepShape) -> tuple[int, int]:
-    """Bytes of another trainer's gathered parameters, and of its unreduced gradients. `sizes`: bytes gathered and
-    numbers reduced of each unit; the model's own unit is the last.
-
-    ZeRO-3 holds the model's own unit and two more: the one that runs and the next. ZeRO-1 and 2 hold all units. ZeRO-1
-    keeps every unreduced gradient until the last micro batch; ZeRO-2 and 3 those of one unit.
-    """
-    *inner, (root, _) = sizes
-    largest = sorted((size for size, _ in inner), reverse=True)[:2]
-    everything = sum(size for size, _ in sizes)
-    gathered = everything if zero < 3 else root + sum(largest)
-    reduced = [size for _, size in sizes]
-    waiting = sum(reduced) * shape.reduce_bytes if zero == 1 else max(reduced) * shape.compute_bytes
-    return gathered, waiting
-
-
-def spare_bytes(shards: Shards, content: Content) -> int:
-    """One gradient in the compute type for each shape of a weight on a pipeline rank."""
-    units = [unit for kind, _ in content.kinds for unit in shards.layers[kind].units]
-    if content.has_head:
-        units += shards.rest((content.has_embedding, True)).units
-    return sum(unit.gathered for unit in units)
-
-
-def matmul_bytes(engine: Engine, cluster: Cluster) -> int:
+def matmul_bytes(cluster: Cluster) -> int:
     """Work space of matmuls. On a GPU, cuBLAS's, in memory that the allocator counts: once for forward, once for
     backward. (`CUBLAS_WORKSPACE_CONFIG`: torch asks for 32 MiB from Hopper on, for 8.125 before it.) On a CPU, the
     buffers that MKL packs matrices into, and keeps, for each thread."""
     chip = cluster.chip
-    if not engine.moments:
-        return 0
     if chip.is_host:
         return cluster.threads * PACKED_BYTES
     return 2 * (32 * 2**20 if chip.capability >= (9, 0) else 8320 * 2**10)

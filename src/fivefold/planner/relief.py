@@ -16,7 +16,6 @@ from fivefold.models.facts import ModelFacts
 from fivefold.parallel.layout import KEYS, Layout
 from fivefold.parallel.memory import BETWEEN_STEPS, REST
 from fivefold.planner.auto import workload_of
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Step
 from fivefold.planner.explain import MOST_CURES, cures
 from fivefold.planner.inverse import longest_sequence
@@ -59,7 +58,7 @@ def relief(config: RunConfig, cluster: Cluster, facts: ModelFacts, *, rank: int 
     # Example: 70 GiB planned, 84 needed, 80 available. A change planned with 66 is taken to need 79.
     more = min(max(needed / own.reserved, 1.0), MOST_MORE)
     budget = min(has / more, LESS * own.reserved)
-    lean = prices.repriced(replace(cluster, chip=replace(cluster.chip, memory_gib=budget / GIB)), prices.engine)
+    lean = prices.repriced(replace(cluster, chip=replace(cluster.chip, memory_gib=budget / GIB)))
     found = [(changed(layout, cure.layout), cure.layout, workload) for cure in cures(lean, own)]
     if len(found) < MOST_CURES:
         with suppress(UserError):
@@ -73,12 +72,8 @@ def relief(config: RunConfig, cluster: Cluster, facts: ModelFacts, *, rank: int 
 
 def planned(config: RunConfig, cluster: Cluster, facts: ModelFacts) -> Step:
     """The step of a run on a cluster. Raises `UserError` if the planner cannot price it."""
-    engine = replace(ENGINES["fivefold"], compiled=config.train.compile is not False)
-    return Step(
-        PriceList(facts, cluster, engine, config.objective.is_own),
-        config.layout.resolve(cluster.world),
-        workload_of(config),
-    )
+    prices = PriceList(facts, cluster, config.objective.is_own, compiled=config.train.compile is not False)
+    return Step(prices, config.layout.resolve(cluster.world), workload_of(config))
 
 
 def changed(layout: Layout, other: Layout) -> str:

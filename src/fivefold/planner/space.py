@@ -164,14 +164,11 @@ class Space:
             for shards in divisors(rest // pp) if self._schedules(pp) else ():
                 place = replace(shared, pp=pp, dp_shard=shards, dp_replicate=rest // pp // shards)
                 sizes = self._sizes(place.data_ranks)
-                laid = self.prices.engine.laid
-                is_own = laid(place).dp_shard == shards  # a trainer that shards states over all data ranks has only one
-                if not len(sizes) or not is_own or any(place.against_world(world)):
+                if not len(sizes) or any(place.against_world(world)):
                     continue
                 works = self._works(shared) if works is None else works
                 own, rows = works[np.isin(works[:, 1], sizes)].T
-                stages = (3, 2, 1) if shards * place.cp > 1 else (3,)
-                zeros = np.array(list(dict.fromkeys(laid(replace(place, zero=stage)).zero for stage in stages)))
+                zeros = np.array((3, 2, 1) if shards * place.cp > 1 else (3,))
                 numbers = np.full(len(own) * len(zeros), len(self.places))
                 counts = np.tile(batch // (rows * place.data_ranks), len(zeros))
                 self.places.append(place)

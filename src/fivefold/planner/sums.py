@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.schedule import Kind
-from fivefold.planner.engines import Engine
 from fivefold.planner.flow import Gathers
 from fivefold.planner.parts import LayerPrice, Numbers, Prices, Shard, Shards, Stages
+from fivefold.planner.traits import Traits
 
 Places = NDArray[np.int64] | int | tuple[NDArray[np.int64], ...]
 ROUNDING = 1e-9  # of sums in a different order
@@ -101,12 +101,12 @@ class Sent:
         return Sent(self.gather[places], self.reduce[places], self.near[places])
 
 
-def passes(work: Work, sent: Sent, stages: Stages, of: Gathers, engine: Engine) -> tuple[Numbers, Numbers]:
+def passes(work: Work, sent: Sent, stages: Stages, of: Gathers, traits: Traits) -> tuple[Numbers, Numbers]:
     """Seconds of a micro batch's forward and backward in each stage."""
-    before, after = data_seconds(work, sent, stages, of, overlaps=engine.overlaps_data)
+    before, after = data_seconds(work, sent, stages, of, overlaps=traits.overlaps)
     return (
-        met(work.forward @ stages.layers.T + before, work.host_forward @ stages.layers.T, engine.meet),
-        met(work.backward @ stages.layers.T + after, work.host_backward @ stages.layers.T, engine.meet),
+        met(work.forward @ stages.layers.T + before, work.host_forward @ stages.layers.T, traits.meet),
+        met(work.backward @ stages.layers.T + after, work.host_backward @ stages.layers.T, traits.meet),
     )
 
 

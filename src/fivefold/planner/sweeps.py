@@ -42,7 +42,7 @@ def sweeps(prices: PriceList, workload: Workload, *, anew: bool = False) -> Swee
         return tuple(found)
 
     return Sweeps(
-        best((prices.repriced(cluster, prices.engine), workload) for cluster in clusters),
+        best((prices.repriced(cluster), workload) for cluster in clusters),
         best((prices, workload) for workload in workloads if workload.seq_length >= LEAST_LENGTH),
     )
 

@@ -23,7 +23,6 @@ from fivefold.launch.world import LAUNCHER
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import RankGrid
 from fivefold.planner.auto import chosen, facts_of_run, workload_of
-from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, estimate
 from fivefold.planner.price import PriceList
 from fivefold.rehearsal import stand_in
@@ -146,7 +145,7 @@ def _planned(
         config = config.model_copy(update={"tokenizer": config.tokenizer.model_copy(update={"name_or_path": "auto"})})
     return or_why(
         lambda: estimate(
-            PriceList(facts_of_run(config, vocabulary), place, ENGINES["fivefold"], config.objective.is_own),
+            PriceList(facts_of_run(config, vocabulary), place, config.objective.is_own),
             layout,
             workload_of(config),
         )

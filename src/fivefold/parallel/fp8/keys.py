@@ -42,10 +42,6 @@ class Fp8Keys(LayoutPart):
         """The same layout with the matmuls of another, in every layer."""
         return replace(self, fp8=other.fp8)
 
-    def multiplying_plainly(self) -> Self:
-        """The same layout with all matmuls in the compute dtype."""
-        return self if self.fp8 == "none" else replace(self, fp8="none", fp8_high_layers=0)
-
     def chunk_multiple(self) -> int:
         """If a recipe has a scale for each block of tokens, chunks are whole blocks."""
         return 1 if self.fp8 == "none" else RECIPES[self.fp8].block

@@ -5,19 +5,28 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from benchmarks.engines import (
+    ENGINES,
+    Engine,
+    TrainerPrices,
+    as_planned,
+    dealt_until_full,
+    estimate,
+    evenly,
+    fused_saved,
+)
 from transformers import GPTNeoXConfig, LlamaConfig
 
+import fivefold
+from benchmarks import planner_accuracy
+from fivefold.core.errors import UserError
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of_deep
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.layout import Layout
-from fivefold.planner.compute import fused_saved
-from fivefold.planner.engines import ENGINES, Engine, as_planned, dealt_until_full, evenly
-from fivefold.planner.estimate import Estimate, Workload, estimate
+from fivefold.planner.estimate import Estimate, Workload
 from fivefold.planner.price import PriceList
-from fivefold.planner.space import Space
-from tests.planner import settings
 
 
 @cache
@@ -40,7 +49,7 @@ def gpt(layers: int, hidden: int, heads: int) -> ModelFacts:
 
 
 def said(facts: ModelFacts, cluster: str, layout: str, length: int, batch: int, engine: str) -> Estimate:
-    prices = PriceList(facts, Cluster.parse(cluster), ENGINES[engine])
+    prices = TrainerPrices(facts, Cluster.parse(cluster), engine=ENGINES[engine])
     return estimate(prices, Layout.parse(layout), Workload(length, batch))
 
 
@@ -106,21 +115,10 @@ def test_fused_kernels_save_the_closed_form_and_less_than_the_traced_layer() -> 
 
 
 @pytest.mark.parametrize(("engine", "laid"), [
-    ("fivefold", "dp2.shard4"), ("torchtitan", "dp2.shard4"), ("nanotron", "dp2.shard4+zero1"),
-    ("megatron", "shard8+zero1"),
+    ("torchtitan", "dp2.shard4"), ("nanotron", "dp2.shard4+zero1"), ("megatron", "shard8+zero1"),
 ])  # fmt: skip
 def test_states_are_dealt_out_as_the_trainer_does(engine: str, laid: str) -> None:
     assert ENGINES[engine].laid(Layout.parse("dp2.shard4")) == Layout.parse(laid)
-
-
-@pytest.mark.parametrize("engine", ["megatron", "nanotron", "torchtitan"])
-def test_a_search_for_a_trainer_has_the_layouts_that_it_can_run(engine: str) -> None:
-    prices = PriceList(settings.facts("llama", 8), Cluster.parse("1x8xA100-80"), ENGINES[engine])
-    found = list(settings.layouts(Space(prices, Workload(2048, 64))))
-    assert found and all(ENGINES[engine].laid(layout) == layout for layout in found)
-    assert len(found) == len(set(found))
-    if engine == "megatron":
-        assert {layout.dp_replicate for layout in found} == {1}
 
 
 def test_a_pipeline_over_nodes_costs_nanotron_host_time_for_every_rank_of_tp() -> None:
@@ -135,24 +133,23 @@ def test_a_pipeline_over_nodes_costs_nanotron_host_time_for_every_rank_of_tp() -
     assert floor("tp8.pp2+nosp", "2x8xH100") > 2 * floor("tp2.pp2+nosp", "2x2xH100") > 0
 
 
-def test_an_unsaid_trainer_is_this_one() -> None:
-    assert ENGINES["fivefold"].laid(Layout.parse("shard8.tp2")) == Layout.parse("shard8.tp2")
+def test_ranks_of_dp_shard_may_share_the_state_of_the_optimizer() -> None:
     assert replace(ENGINES["megatron"], over="dp_shard").laid(Layout.parse("dp8")) == Layout.parse("dp8+zero1")
 
 
-def of_tp(engine: Engine, layout: str = "tp8") -> tuple[Counter[tuple[str, str]], int]:
+def of_tp(engine: Engine) -> tuple[Counter[tuple[str, str]], int]:
     """Of a layer of Llama 70B, for a micro batch: tp's collectives by phase and kind, and the bytes that are kept."""
-    found = PriceList(llama(*LLAMA_70B), Cluster.parse("8xH100"), engine).of(Layout.parse(layout), 4096).layers[0]
+    prices = TrainerPrices(llama(*LLAMA_70B), Cluster.parse("8xH100"), engine=engine)
+    found = prices.of(Layout.parse("tp8"), 4096).layers[0]
     calls = [each for each in found.calls if each.axis == "tp"]
     return Counter((each.phase, each.kind) for each in calls for _ in range(each.times)), found.kept
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_compiled_layers_of_this_runtime_alone_send_a_gather_again(name: str) -> None:
-    """What others do of it is in the traits that were fitted on them."""
+def test_a_gather_again_is_in_the_fitted_traits_and_no_call(name: str) -> None:
     sent, _ = of_tp(ENGINES[name])
     assert sent["forward", "all_gather"] == sent["backward", "reduce_scatter"] == 2
-    assert sent["backward", "all_gather"] == (4 if name == "fivefold" else 2)  # two of them leave a row
+    assert sent["backward", "all_gather"] == 2
 
 
 @pytest.mark.parametrize("name", [each.name for each in ENGINES.values() if each.gathers_again])
@@ -162,8 +159,33 @@ def test_who_gathers_again_keeps_a_part_of_what_enters_a_column(name: str) -> No
     assert 7 / 8 * whole <= more - kept <= whole
 
 
-@pytest.mark.parametrize("layout", ["tp8+nosp", "tp8+full", "pp2.tp4+zb", "cp2.tp4", "tp8+fp8"])
-def test_nothing_is_gathered_again_where_that_is_no_use(layout: str) -> None:
-    """Without sequence parallelism, of layers that are computed again, and of those of several graphs."""
-    engine = ENGINES["fivefold"]
-    assert of_tp(engine, layout) == of_tp(replace(engine, gathers_again=False), layout)
+def test_a_trainer_has_neither_copies_nor_scales_of_this_runtime() -> None:
+    facts, cluster, layout = llama(2, 64, 4, 4, 128, 512), Cluster.parse("2xH100"), Layout.parse("tp2+fp8")
+    own, other = PriceList(facts, cluster), TrainerPrices(facts, cluster, engine=ENGINES["megatron"])
+    assert own.plan(layout).in_copies and own.plan(layout).matmuls.is_used
+    assert not other.plan(layout).in_copies and not other.plan(layout).matmuls.is_used
+
+
+# ---- of a model's name -----------------------------------------------------------------------------------------------
+
+ASKED = {"model": "llama-3.2-1b", "cluster": "8xH100", "workload": {"seq_length": 4096, "global_batch_size": 16}}
+
+
+def test_a_layout_is_estimated_under_any_trainer() -> None:
+    found = {
+        name: planner_accuracy.estimate(**ASKED, layout={"dp_replicate": 8}, engine=name)
+        for name in ("fivefold", *ENGINES)
+    }
+    assert len({each.step_seconds for each in found.values()}) == len(found)
+    assert found["fivefold"] == fivefold.estimate(**ASKED, layout="dp8")
+    assert found["megatron"].layout == Layout.parse("shard8+zero1")
+
+
+@pytest.mark.parametrize(("engine", "layout", "why"), [
+    ("x", "shard8", "engine 'x' is not known\nchoose one of fivefold, megatron, "),
+    ("megatron", "shard8+keep12GiB", "megatron has no budget of recompute, such as 12GiB"),
+    ("megatron", "tp3", "tp"),
+])  # fmt: skip
+def test_what_cannot_be_estimated_is_said(engine: str, layout: str, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        planner_accuracy.estimate(**ASKED, layout=layout, engine=engine)
