@@ -31,11 +31,11 @@ from fivefold.checkpoint import Checkpoint, step_folder
 from fivefold.config import keys
 from fivefold.core.violation import Violation
 from fivefold.parallel.calls import calls
+from fivefold.parallel.features import edits
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.legality import violations
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
-from fivefold.parallel.planned_edits import edits
 from fivefold.planner.estimate import Step
 from fivefold.planner.price import PriceList
 from tests.planner.test_search import WORKLOAD, sample

@@ -14,9 +14,9 @@ from typing import Any
 from unittest.mock import patch
 
 from fivefold.parallel.adapters.settings import Lora, nf4_bytes
+from fivefold.parallel.features import edits
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.memory import step_bytes
-from fivefold.parallel.planned_edits import edits
 from tests.pool import collect_what_is_new, forks
 
 TIMEOUT = 600.0  # seconds of one rehearsal

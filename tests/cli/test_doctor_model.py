@@ -11,9 +11,9 @@ from fivefold import cli
 from fivefold.doctor.plan import examine
 from fivefold.doctor.roles import short_names
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.features import edits
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
-from fivefold.parallel.planned_edits import edits
 from tests.models.tiny import SIZES
 
 

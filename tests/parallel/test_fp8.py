@@ -24,6 +24,7 @@ from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.collectives import differing
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.features import edits
 from fivefold.parallel.fp8 import by_hand as fp8_by_hand
 from fivefold.parallel.fp8.amax import AmaxHistory
 from fivefold.parallel.fp8.delayed import Delayed
@@ -34,7 +35,6 @@ from fivefold.parallel.fp8.weight import Fp8Weight
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.linears.spec import Multiply
 from fivefold.parallel.lower import lower
-from fivefold.parallel.planned_edits import edits
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step

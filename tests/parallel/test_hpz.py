@@ -11,12 +11,12 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import Call
+from fivefold.parallel.features import edits
 from fivefold.parallel.fsdp.spec import FsdpPlan, KeepCopy
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.planned_edits import edits
 from fivefold.planner.estimate import Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import resting_bytes

@@ -33,6 +33,7 @@ from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census, own_part
 from fivefold.parallel.collectives import summed
 from fivefold.parallel.edits import Edit
+from fivefold.parallel.features import edits
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.graphs.spec import Outside
 from fivefold.parallel.layout import Layout
@@ -41,7 +42,6 @@ from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.moments import FIRST, MOMENTS, UPDATE
 from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.planned_edits import edits
 from tests.parity import Case, hf_config, reference_model
 
 GIB = 2**30
@@ -405,7 +405,7 @@ start = time.process_time()
 from fivefold.doctor.plan import examine
 from fivefold.parallel.calls import calls
 from fivefold.parallel.memory import step_bytes
-from fivefold.parallel.planned_edits import edits
+from fivefold.parallel.features import edits
 report = examine({folder!r}, layout={layout!r}, rank={rank})
 took = time.process_time() - start  # and memory: of this program alone, where `ru_maxrss` starts with its parent's
 kib = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])

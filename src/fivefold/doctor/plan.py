@@ -15,11 +15,11 @@ from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.edits import Edit
+from fivefold.parallel.features import edits
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.planned_edits import edits
 from fivefold.parallel.recompute.budget import within_budget
 from fivefold.report.table import Report
 

@@ -1,6 +1,6 @@
 """`parallelize(model, layout)`: the one path that parallelizes every model, whatever the layout.
 
-The plan lists the edits of modules (`planned_edits.py`), and the builder of each `Edit` applies it, in that order: on
+The plan lists the edits of modules (`features.py`), and the builder of each `Edit` applies it, in that order: on
 the meta device first, then to allocated parameters. Then every rank fills its own shards from a `TensorSource`. The
 model keeps its `transformers` class and its parameter names.
 """
@@ -33,6 +33,7 @@ from fivefold.parallel.dropout import runtime as dropping
 from fivefold.parallel.dropout.spec import with_neftune
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.experts import runtime as expert
+from fivefold.parallel.features import edits
 from fivefold.parallel.fp8 import runtime as fp8
 from fivefold.parallel.fp8.scales import Fp8Scales
 from fivefold.parallel.fsdp import runtime as data
@@ -50,7 +51,6 @@ from fivefold.parallel.outer.runtime import OuterSteps
 from fivefold.parallel.pipeline import runtime as pipeline
 from fivefold.parallel.pipeline import stages
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.planned_edits import edits
 from fivefold.parallel.recompute import runtime as recompute
 from fivefold.parallel.recompute.budget import within_budget
 from fivefold.parallel.rows import runtime as rows

@@ -1,34 +1,27 @@
 """Every collective of an optimizer step on one rank, call by call, from the plan alone. No torch.
 
-Each feature lists what it sends (`calls` in its `spec.py`), here in the order of a step. Tests compare the sums of
+Each feature lists what it sends (`calls` in its `spec.py`; `features.py` has their order). Tests compare the sums of
 these calls with the recorded collectives of a run. A planner needs the calls one by one: the bytes of each, its ranks,
 and whether compute can hide it.
 """
 
 from collections.abc import Callable, Iterator
 
-from fivefold.parallel.balance import spec as balance
+from fivefold.parallel import features
 from fivefold.parallel.collectives import Call, StepShape
-from fivefold.parallel.context import spec as context
-from fivefold.parallel.experts import spec as experts
 from fivefold.parallel.fp8 import spec as fp8
-from fivefold.parallel.fsdp import spec as fsdp
-from fivefold.parallel.loss import spec as loss
-from fivefold.parallel.matrices import spec as matrices
-from fivefold.parallel.pipeline import spec as pipeline
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.step import Step
-from fivefold.parallel.tensor import spec as tensor
 
 
 def calls(plan: ParallelPlan, shape: StepShape) -> tuple[Call, ...]:
     """List every collective of one optimizer step on this rank. An axis of one rank sends nothing."""
-    return tuple(_calls(plan, shape, fsdp.calls, pipeline.calls, *IN_LAYERS, _of_world, matrices.calls))
+    return tuple(_calls(plan, shape, *features.AROUND_LAYERS, *features.IN_LAYERS, _of_world, *features.OF_UPDATE))
 
 
 def layer_calls(plan: ParallelPlan, shape: StepShape) -> Iterator[Call]:
     """Yield the `calls` of layers and of the model's ends, and those that go with them once a step."""
-    return _calls(plan, shape, *IN_LAYERS)
+    return _calls(plan, shape, *features.IN_LAYERS)
 
 
 def _calls(plan: ParallelPlan, shape: StepShape, *parts: Callable[[Step], Iterator[Call]]) -> Iterator[Call]:
@@ -44,6 +37,3 @@ def _of_world(step: Step) -> Iterator[Call]:
     pairs = (8, 8 + 16 * step.shape.metrics) if step.shape.answers else ()
     for size in (40, *pairs, *fp8.scale_bytes(step), 8 + 8 * step.plan.layout.copies_apart):
         yield Call(axis="world", kind="all_reduce", bytes=size, phase="step")
-
-
-IN_LAYERS = (tensor.calls, fp8.calls, loss.calls, context.calls, experts.calls, balance.calls)

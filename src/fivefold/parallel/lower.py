@@ -7,15 +7,11 @@ from fivefold.core.heads import CPMethod
 from fivefold.core.state_dtypes import block_length
 from fivefold.core.violation import Violation, refuse
 from fivefold.models.facts import ModelFacts
-from fivefold.parallel import legality
-from fivefold.parallel.adapters import spec as adapters
-from fivefold.parallel.dropout import spec as dropout
+from fivefold.parallel import features, legality
 from fivefold.parallel.fp8 import spec as fp8
-from fivefold.parallel.fsdp import spec as fsdp
 from fivefold.parallel.fsdp.spec import computes_in_copies
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.limits import limits_of
-from fivefold.parallel.outer import spec as outer
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.plan import ParallelPlan, on_tp_rank
 from fivefold.parallel.ranks import RankGrid
@@ -49,10 +45,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int, *, compiled: bool = Fals
     plan = ParallelPlan(
         placement, partition, own, method, Recompute(layout.recompute), fp8.Fp8Plan, in_copies, compiled
     )
-    refuse([
-        *fp8.violations(plan), *_of_states(plan), *adapters.violations(plan),
-        *dropout.violations(plan), *outer.violations(plan), *fsdp.violations(plan),
-    ])  # fmt: skip
+    refuse([*_of_states(plan), *(violation for rule in features.RULES for violation in rule(plan))])
     return plan
 
 

@@ -12,36 +12,20 @@ from functools import cached_property
 
 from fivefold.core.state_dtypes import restored_bytes
 from fivefold.models.facts import LayerCost
+from fivefold.parallel import features
 from fivefold.parallel.balance.spec import buffer_bytes
 from fivefold.parallel.collectives import StepShape
-from fivefold.parallel.context import spec as context
-from fivefold.parallel.dropout import spec as dropout
-from fivefold.parallel.fp8 import memory as fp8
 from fivefold.parallel.fsdp.memory import rank_resting_bytes
-from fivefold.parallel.graphs import spec as graphs
 from fivefold.parallel.loss.spec import logit_bytes, waiting_bytes
 from fivefold.parallel.moments import MOMENTS
-from fivefold.parallel.offload import spec as offload
 from fivefold.parallel.offload.spec import host_bytes, in_update
 from fivefold.parallel.outer import spec as outer
 from fivefold.parallel.pipeline.memory import in_flight_bytes, layers_in_flight, saved_bytes
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.recompute import memory as recompute
 from fivefold.parallel.step import LayerBytes, LayerNumbers, LayerStep
-from fivefold.parallel.tensor import memory as tensor
 
 BETWEEN_STEPS = ("parameters", "gradients", "optimizer state")  # kinds that torch can tell apart in a running process
 REST = "all other tensors"
-
-# What features add to the elements of a layer, and what then becomes of its bytes, each in this order.
-NUMBERS = (
-    tensor.layer_numbers,  # before the others, which change what the modules of a rank save
-    graphs.layer_numbers,
-    fp8.layer_numbers,
-    context.layer_numbers,
-    dropout.layer_numbers,
-)
-KEPT = (recompute.kept_bytes, offload.kept_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +111,7 @@ def layer_bytes(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepShap
     step = LayerStep(plan, layer, cost, shape)
     numbers = layer_numbers(step)
     of_layer = LayerBytes(kept=step.bytes_of(numbers.saved), working=step.bytes_of(numbers.working))
-    for change in KEPT:
+    for change in features.KEPT:
         of_layer = change(step, numbers, of_layer)
     return of_layer
 
@@ -135,6 +119,6 @@ def layer_bytes(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepShap
 def layer_numbers(step: LayerStep) -> LayerNumbers:
     """Add up the elements per token of a layer, over all features."""
     numbers = LayerNumbers()
-    for add in NUMBERS:
+    for add in features.NUMBERS:
         numbers = add(step, numbers)
     return numbers
