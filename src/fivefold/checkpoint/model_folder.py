@@ -67,10 +67,9 @@ def beside(out: Path) -> Iterator[Path]:
     with suppress(FileNotFoundError), _held(temporary):  # of an export that was killed
         shutil.rmtree(temporary, ignore_errors=True)
     try:
-        with sigterm_raises():  # otherwise as many bytes as the model has would stay there
-            temporary.mkdir(parents=True)
-            with _held(temporary):
-                yield temporary
+        temporary.mkdir(parents=True)
+        with sigterm_raises(), _held(temporary):  # otherwise as many bytes as the model has would stay there
+            yield temporary
     except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
         said = of_system(error)
         if said and is_users(said):

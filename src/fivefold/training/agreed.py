@@ -59,9 +59,8 @@ def files(config: RunConfig, data: PreparedData, *, reads_weights: bool) -> Mapp
     if given.name == "distill":
         teacher = weights_folder(given.teacher)
         read[f"objective.teacher {given.teacher}: config.json"] = config_values(load_model_config(teacher))
-        read[f"objective.teacher {given.teacher}"] = digests(teacher, tokenizer_files(teacher)) | folder_digests(
-            teacher
-        )
+        read[f"objective.teacher {given.teacher}: the tokenizer"] = digests(teacher, tokenizer_files(teacher))
+        read[f"objective.teacher {given.teacher}"] = folder_digests(teacher)
     return read
 
 
