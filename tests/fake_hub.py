@@ -188,6 +188,8 @@ def _answers(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def _send_file(self, name: str, revision: str, path: str) -> None:
             branches = (place for place, ids in hub.commits.items() if place[0] == name and ids[-1] == revision)
             files = hub.files.get(next(branches, (name, revision)), {})
+            if hub.repositories.get(name) and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                return self._send(401, {"error": "Invalid credentials"})
             if path not in files:
                 return self._send(404, "EntryNotFound")
             return self._write(200, files[path], {})

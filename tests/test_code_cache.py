@@ -213,9 +213,30 @@ def test_what_torch_compiles_lies_in_the_cache(tmp_path: Path, monkeypatch: pyte
     keep_compiled(env)
     assert env == {INDUCTOR: "/mine"}
     (tmp_path / "inductor" / "one").mkdir()
-    monkeypatch.setattr(os, "access", lambda *_: False)  # a cache that is only read
+    monkeypatch.setattr(os, "access", lambda _, mode: mode != os.W_OK)  # a cache that is only read
     keep_compiled(env := {})
     assert not env
+
+
+def test_what_torch_compiles_is_apart_for_each_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path))
+    cpus = [("flags", "sse avx"), ("flags", "sse"), ("Features", "asimd sve"), ("Features", "asimd")]
+    found: dict[str, str] = {}
+    for key, value in cpus:
+        monkeypatch.setattr(code_cache, "cpuinfo", lambda said=f"model name : a\n{key} : {value}\n": said)
+        keep_compiled(env := {})
+        found[value] = env[INDUCTOR]
+    assert len({*found.values()}) == len(cpus)
+
+
+def test_without_any_place_torch_keeps_to_its_own(cache, monkeypatch):
+    asked = []
+    monkeypatch.setattr(code_cache, "_lacks", lambda folder: asked.append(folder) or "no")
+    keep_compiled(env := {})
+    assert not env
+    of_user = f"fivefold-{os.getuid()}/inductor"
+    own = [Path(base, of_user) for base in (cache.parent / "temporary", "/tmp", "/var/tmp")]
+    assert asked == [cache / "inductor", *own]
 
 
 @pytest.mark.full

@@ -1,5 +1,7 @@
 """An export is a Hugging Face folder like any other: the same weights, the same logits, tokenizer and stop tokens."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -7,6 +9,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fivefold import cli
 from fivefold.checkpoint import export, find_checkpoint
-from fivefold.checkpoint.model_folder import save_tensors
+from fivefold.checkpoint.model_folder import beside, publish, save_tensors
 from fivefold.checkpoint.whole_tensors import cast, export_dtype
 from fivefold.core.errors import UserError
 from fivefold.data.tokenizer import find_tokenizer
@@ -172,6 +175,43 @@ def test_sigterm_leaves_nothing_beside(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "out")], timeout=120)
     assert done.returncode == 128 + signal.SIGTERM and list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_has_one_writer(tmp_path: Path) -> None:
+    """Files of two exports to one folder would mix. What a killed one has left is removed."""
+    out, temporary = tmp_path / "out", tmp_path / ".tmp-out"
+    with beside(out) as first:
+        (first / "a").touch()
+        with pytest.raises(UserError, match=r"another process writes .*\.tmp-out"), beside(out):
+            raise AssertionError
+        assert (first / "a").exists()
+    assert not list(tmp_path.iterdir())
+    temporary.mkdir()
+    (temporary / "a").touch()
+    with beside(out) as second:
+        assert not list(second.iterdir())
+    with patch.object(fcntl, "flock", Mock(side_effect=OSError(errno.EBADF, "a disk without locks"))), beside(out):
+        assert temporary.is_dir()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path: Path, call: int) -> None:
+    real, names = os.rename, ["new", "out"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+
+    def rename(*paths: Path) -> None:
+        if mock.call_count == call:
+            raise KeyboardInterrupt
+        real(*paths)
+
+    with patch("os.rename", Mock(side_effect=rename)) as mock, pytest.raises(KeyboardInterrupt):
+        publish(tmp_path / "new", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == names
+    publish(tmp_path / "new", tmp_path / "out")
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["out", "out/new"]
 
 
 @pytest.mark.full

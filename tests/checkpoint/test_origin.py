@@ -2,8 +2,11 @@
 of the base; and nothing that merely lies there."""
 
 import json
+import re
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -22,7 +25,7 @@ from fivefold.data.tokenizer import tokenizer_files
 from fivefold.launch.model import _check_weights
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.forwards import check_lengths
-from fivefold.models.hf_internals import stored_dtypes, unbuilt_layers
+from fivefold.models.hf_internals import stored_dtypes, unbuilt_layers, unexpected_keys_to_ignore
 from fivefold.models.origin import FILES, Origin, copied
 from fivefold.models.sources import open_weights
 from fivefold.parallel.adapters.peft_folder import base_name
@@ -131,6 +134,30 @@ def test_layers_that_predict_further_tokens_are_known_in_a_model_of_any_depth(tm
         open_weights(tmp_path, ours)
 
 
+def test_layers_that_predict_further_tokens_are_those_that_the_config_counts() -> None:
+    def made(*parameters: str, **values: Any) -> Any:
+        """A model of a text and images: the counts stand in the section of its text."""
+        text = SimpleNamespace(to_dict=lambda: values, num_hidden_layers=3)
+        config = SimpleNamespace(get_text_config=lambda: text, to_dict=lambda: {"text_config": values})
+        named = [(name, None) for name in parameters]
+        return SimpleNamespace(
+            named_parameters=lambda: named, config=config, _keys_to_ignore_on_load_unexpected=["of_its_class"]
+        )
+
+    counted = made(
+        num_nextn_predict_layers=1, mtp_num_hidden_layers=1, num_mtp_layers=0, use_mtp_layers=True, mtp_width=8
+    )
+    assert unbuilt_layers(counted) == {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
+    assert unbuilt_layers(made("model.mtp.0.weight", num_mtp_layers=1)) == {}
+    one, none = made(num_mtp_layers=1), made(num_mtp_layers=0)
+    for name, is_ignored in {
+        "model.layers.3.a": True, "layers.3.a": True, "mtp.a": True, "model.mtp_block.a": True, "of_its_class": True,
+        "model.layers.30.a": False, "model.layers.4.a": False, "sublayers.3.a": False, "empty_mtp.a": False,
+    }.items():  # fmt: skip
+        found = [any(re.search(each, name) for each in unexpected_keys_to_ignore(model)) for model in (one, none)]
+        assert found == [is_ignored, name == "of_its_class"], name
+
+
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
@@ -175,12 +202,12 @@ def test_only_files_of_the_manifest_leave(run: Path, tmp_path: Path) -> None:
 
 def test_what_travels_is_text_with_a_known_name(tmp_path: Path) -> None:
     for name in ("LICENSE", "License-2.0", "LICENSE.md", "NOTICE.txt", "processor_config.json", "chat_template.jinja",
-                 "image_processor_config.json", ".a_processor_config.json", "LICENSE.py", "LICENSE.bin",
-                 ".env", "notes.py", "my_config.json", "adapter_config.json"):  # fmt: skip
+                 "image_processor_config.json", "a_preprocessor_config.json", ".a_processor_config.json",
+                 "LICENSE.py", "LICENSE.bin", ".env", "notes.py", "my_config.json", "adapter_config.json"):  # fmt: skip
         (tmp_path / name).touch()
     assert [path.name for path in copied(tmp_path)] == [
-        "LICENSE", "LICENSE.md", "License-2.0", "NOTICE.txt", "chat_template.jinja", "image_processor_config.json",
-        "processor_config.json",
+        "LICENSE", "LICENSE.md", "License-2.0", "NOTICE.txt", "a_preprocessor_config.json", "chat_template.jinja",
+        "image_processor_config.json", "processor_config.json",
     ]  # fmt: skip
     assert "chat_template.jinja" not in Origin.read("a", tmp_path, with_template=False).files
     (tmp_path / "COPYING").symlink_to(__file__)
@@ -193,6 +220,28 @@ def test_what_travels_is_text_with_a_known_name(tmp_path: Path) -> None:
     for name in ("vocab.py", ".vocab.model", "vocab.safetensors", "vocab.json"):
         (tmp_path / name).touch()
     assert [path.name for path in tokenizer_files(tmp_path)] == ["chat_template.jinja", "vocab.json"]
+
+
+def test_terms_travel_whatever_their_name(tmp_path: Path) -> None:
+    names = ["COPYING.rst", "LICENCE", "NOTICE.TXT", "USE_POLICY.md", "license.PDF"]
+    for name in names:
+        (tmp_path / name).touch()
+    (tmp_path / "LICENSES").mkdir()  # of REUSE
+    assert [path.name for path in copied(tmp_path)] == names
+    for name in (*names, "README.md", "chat_template.jinja"):  # they are fetched from the hub
+        assert any(fnmatchcase(name, pattern) for pattern in FILES), name
+    (tmp_path / "LICENCE").write_bytes(bytes(2**24))
+    assert len(Origin.read("a", tmp_path).files["LICENCE"]) == 2**24
+
+
+@pytest.mark.parametrize(
+    ("front", "licence"),
+    [(b"license: mit", "mit"), (b"license: [mit, apache-2.0]", None), (b"license: 2", None), (b"license: ''", None),
+     (b"license: [", None), (b"license: \xff", None), (b"mit", None), (b"language: de", None)],
+)  # fmt: skip
+def test_a_licence_is_a_word_of_the_card(tmp_path: Path, front: bytes, licence: str | None) -> None:
+    (tmp_path / "README.md").write_bytes(b"---\n" + front + b"\n---\n# It\n")
+    assert Origin.read("a", tmp_path).licence == licence
 
 
 # The base -------------------------------------------------------------------------------------------------------------

@@ -284,6 +284,27 @@ def test_a_branch_has_files_and_a_card_of_its_own(hub: fake_hub.Hub, tmp_path: P
     assert re.findall("#.*", found["README.md"]) == ["# it", "# Main", "# Mine"] and "\r" not in found["README.md"]
 
 
+def test_a_push_takes_three_commits_of_others_and_says_what_it_replaced(hub: fake_hub.Hub, tmp_path: Path) -> None:
+    ours = (
+        b"---\nlibrary_name: transformers\nlicense: unknown\ntags:\n- fivefold\n---\n\n# it\n\nTrained with fivefold.\n"
+    )
+    files = {"README.md": ours, "model.safetensors": b"new"}
+    given = written(files, tmp_path), files, "it"
+    assert push.push(Repository(NAME), *given).kept == () and hub.messages == ["it"]
+    left = iter("ab")
+
+    def commit() -> None:
+        hub.put(NAME, "main", {f"{next(left)}.py": b""})
+        hub.meanwhile = commit if hub.files[NAME, "main"].keys() < {*files, ".gitattributes", "a.py", "b.py"} else None
+
+    hub.meanwhile = commit
+    done = push.push(Repository(NAME), *given)
+    assert done.kept == ("a.py", "b.py") and done.before == hub.commits[NAME, "main"][-2]
+    hub.put(NAME, "main", {"it.gguf": b"theirs"})  # since the check
+    with pytest.raises(UserError, match=r"it\.gguf"):
+        push.push(Repository(NAME), *given)
+
+
 def test_a_card_keeps_what_others_wrote() -> None:
     terms = "of the base model and of the data apply.\n"
     ours = (
@@ -328,4 +349,10 @@ def test_a_card_that_cannot_be_read_is_named() -> None:
 
 def test_names_of_files_of_models() -> None:
     assert push._of_models(STALE) == {*STALE} and not push._of_models(OTHERS) and not push._mixed(OTHERS)
-    assert push._mixed(MIXED) == {*MIXED}
+    more = [
+        "quantize_config.json", "quant_config.json", "x.safetensors.index.json", "onnx/model.onnx_data_1", "a.tflite",
+        "openvino_model.xml", "openvino_model.bin", "a.mlmodel", "rust_model.ot",
+    ]  # fmt: skip
+    assert push._mixed([*MIXED, *more, *STALE]) == {*MIXED, *more}
+    variants = {"model.safetensors.index.fp16.json", "pytorch_model.bin.index.fp16.json", "tf_model.h5.index.json"}
+    assert push._of_models(variants) == variants

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -288,6 +290,62 @@ def test_a_process_loads_its_tokenizer_once(tmp_path: Path) -> None:
     assert (
         done.sources[0].units > 4 and _loaded.cache_info().misses <= before + 2
     )  # to ask for its facts, and for these
+
+
+@pytest.mark.parametrize("error", [EOFError(), ConnectionResetError()])
+def test_the_end_of_a_process_is_told(error: Exception) -> None:
+    """Its end of the pipe is closed, or reset if something was on its way."""
+    with pytest.raises(RunFailed, match="was killed"), ahead._processes(0, []):
+        raise error
+
+
+def test_a_process_is_ended_by_its_parent_alone() -> None:
+    """Ctrl-C, which the terminal sends to all of them, would leave a traceback of each."""
+    before, pipe = signal.getsignal(signal.SIGINT), Mock(recv=Mock(side_effect=EOFError))
+    try:
+        with patch.object(ahead, "Thread") as thread, patch.dict(os.environ):
+            ahead._serve(pipe, [])
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+        assert thread.mock_calls[0].kwargs == {"target": ahead._end_with_parent, "daemon": True}
+        assert [name for name, *_ in thread.mock_calls] == ["", "().start"]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_units_go_to_processes_the_longest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_for(write_jsonl(tmp_path / "a.jsonl", [*random_texts(3, 9), "x" * 3000]))
+    told, asked, counts = list[tuple[str, int, int]](), list[int](), list[int]()
+
+    class Process:
+        """The parent's end of the pipe to one that tokenises."""
+
+        def __init__(self, sources: Sequence[Units]) -> None:
+            self.sources = sources
+
+        def send(self, unit: tuple[int, int]) -> None:
+            source, number = unit
+            asked.append(self.sources[source].units[number].size)
+            self.sources[source].tokenise(number)
+
+        def recv(self) -> None:
+            return None
+
+    @contextmanager
+    def processes(number: int, sources: Sequence[Units]) -> Iterator[list[Process]]:
+        counts.append(number)
+        yield [Process(sources) for _ in range(number)]
+
+    monkeypatch.setattr(ahead, "_processes", processes)
+    monkeypatch.setattr(ahead, "wait", list)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(10**6), raising=False)
+    knobs: dict[str, Any] = {"cache": tmp_path / "cache", "unit_bytes": UNIT}
+    first = prepare_ahead(config, progress=lambda *said: told.append(said), **knobs)
+    assert asked == sorted(asked, reverse=True) and len({*asked}) > 1 and counts == [len(asked)]
+    assert (first.tokenised, first.size) == (len(asked), sum(asked))
+    assert [line[1:] for line in told if line[0] == f"tokenising in {len(asked)} processes"][-1] == (sum(asked),) * 2
+    again = prepare_ahead(config, **knobs)
+    assert (again.tokenised, again.size) == (0, 0) and again.data
 
 
 @pytest.mark.full

@@ -6,10 +6,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pytest import Subtests
 
 from fivefold.data import IGNORE, PreparedData, prepare
+from fivefold.data.packed import BOUNDS, documents_in
 from tests.data.helpers import config_for, segments, whole
 from tests.data.test_formats import refusal
 from tests.data.test_token_files import documents, line_of, read
@@ -41,6 +43,18 @@ def test_a_column_bounds_the_documents_of_a_row(tmp_path: Path, name: str) -> No
     assert documents(data) == [([1, 2, 3], [2]), ([11, 12], [12]), ([21, 22, 23], [23])]
     data = read(tmp_path, rows(tmp_path, completion_mask=[0, 1, 0, 1, 1, 1, 0, 1], **{name: SAID[name]}))
     assert documents(data) == [([1, 2, 3], [2]), ([11, 12], [12]), ([21, 22, 23], [23])]
+
+
+def test_every_name_of_a_column_bounds_documents() -> None:
+    """A name that is not known is left out without an error: attention would cross the documents."""
+    of_kind = {BOUNDS[name]: np.array(values) for name, values in SAID.items()}
+    known = """attention_mask position_ids positions sequence_ids sequence_id segment_ids document_ids doc_ids seq_idx
+        seq_lengths sequence_lengths seq_lens seqlens document_lengths cu_seqlens cu_seqlens_q cu_seqlens_k cu_seq_lens
+        cu_seq_lens_q cu_seq_lens_k cumulative_len seq_start_id"""
+    for name in known.split():
+        places, is_packed = documents_in({name: of_kind[BOUNDS[name]]}, len(ROW), "here")
+        assert is_packed and [(place.start, place.stop) for _, place in places] == [(0, 3), (3, 5), (5, 8)], name
+    assert BOUNDS.keys() == {*known.split()}
 
 
 def test_columns_that_agree_are_all_used(tmp_path: Path) -> None:
@@ -86,6 +100,9 @@ def test_padding_and_beginnings(tmp_path: Path, columns: dict[str, Any], expecte
         ({"position_ids": [0, 1, 2, 2, 3, 4, 5, 6]}, "position_ids goes from 2 to 2 at token 4"),
         ({"position_ids": [0, 1, 2, 7, 8, 0, 1, 2]}, "position_ids goes from 2 to 7 at token 4"),
         ({"segment_ids": [1, 1, 1, 2, 2, 1, 1, 1]}, "segment_ids goes from 2 to 1 at token 6"),
+        ({"segment_ids": [-1, 1, 1, 2, 2, 1, 1, 1]}, "segment_ids goes from 2 to 1 at token 6"),
+        ({"segment_ids": [-1, 1, 1, 2, 2, 2, 2, 2], "seq_lengths": [3, 3, 2]},
+         "segment_ids and seq_lengths bound other documents, from token 7 on"),
         ({"segment_ids": [1, 1, 1, 0, 0, 2, 2, 2], "seq_lengths": [8]}, "bound other documents"),
         ({"segment_ids": [1, 1, 1, 0, 1, 1, 1, 1]}, "is 0 between tokens"),
         ({"position_ids": [0, 1, 2]}, "8 input_ids, and 3 position_ids"),

@@ -395,6 +395,22 @@ def test_nodes_that_were_started_differently_are_refused_by_name(tmp_path: Path)
         _agree(tmp_path / "agreed", {"train.seed": 2, "the version of torch": "2.11"})
     with pytest.raises(UserError, match=r"the version of torch is 2\.11 on .*, and not there on "):
         _agree(tmp_path / "agreed", {"train.seed": 1})
+    with pytest.raises(UserError, match="the nodes cannot meet"):
+        _agree(tmp_path / "gone" / "agreed", {})
+
+
+def test_a_node_that_differs_ends_a_round_that_gathers_and_none_that_gathers_again(tmp_path: Path) -> None:
+    """A run that has lost a node is in a round that is not complete, as before its first one."""
+    (tmp_path / "agreed").touch(mode=0o600)
+    for round_, is_closed in ((1, False), (0, True)):
+        first = json.dumps({"round": 0, "complete": False})
+        (tmp_path / "state").write_text(first)
+        _agree(tmp_path / "agreed", {"seed": 1})
+        (tmp_path / "state").write_text(json.dumps({"round": round_, "complete": False}))
+        with pytest.raises(UserError) as refused:
+            _agree(tmp_path / "agreed", {"seed": 2})
+        assert "to change them, end all nodes first" in str(refused.value.fix)
+        assert json.loads((tmp_path / "state").read_text()).get("closed", False) == is_closed
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fivefold.core.alike import WHOLE, difference, sampled
+from fivefold.core.alike import WHOLE, difference, digests, program, sampled
 from fivefold.core.errors import UserError
 from fivefold.models import merged, random_stream
 from fivefold.models.build import build_meta
@@ -447,3 +447,28 @@ def test_the_digest_that_checkpoints_hold_stays_as_it_is(tmp_path: Path) -> None
     assert weights_digest(tmp_path) == "4a59b176b6be284c4d94669b363daa26"
     save_file({"w": torch.arange(512.0).view(8, 64) + 1}, tmp_path / "model.safetensors")
     assert weights_digest(tmp_path) != "4a59b176b6be284c4d94669b363daa26"
+
+
+def test_the_program_is_its_packages_and_all_of_its_code() -> None:
+    read = program()
+    packages = ("fivefold", "torch", "transformers", "safetensors", "tokenizers")
+    assert {"the version of python", *(f"the version of {package}" for package in packages)} < read.keys()
+    own = read["fivefold's own code"]
+    assert {"training/run.py", "core/alike.py", "ops/cpu_attention.c"} < own.keys()
+    assert {".c", ".h", ".py", ".toml", ".yaml"} == {Path(name).suffix for name in own}
+
+
+def test_a_digest_is_of_a_whole_file_and_named_by_its_path(tmp_path: Path) -> None:
+    files = [tmp_path / name / "a.py" for name in ("one", "two")]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_text("#" * 9999 + str(number))
+    found = digests(tmp_path, files)
+    assert [*found] == ["one/a.py", "two/a.py"] and len({*found.values()}) == 2
+
+
+def test_a_difference_is_short_and_that_of_the_value_that_decides() -> None:
+    assert difference({"a": {"b": 1}}, {"a": "c"}) == ("a", "{'b': 1}", "c")
+    assert difference({"a": {"": 1}}, {"a": {"": 2}}) == ("a", "1", "2")
+    name, own, other = difference({"a": "x " * 99}, {"a": "y " * 99}) or ("", "", "")
+    assert name == "a" and len(own) <= 80 >= len(other) and own.endswith(" ...") and other.startswith("y ")

@@ -3,7 +3,7 @@
 import json
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import fivefold as ff
+from fivefold.config import RunConfig
 from fivefold.core import alike
 from fivefold.core.errors import NodesDiffer, UserError
+from fivefold.data import prepare
 from fivefold.data.tokenizer import _byte_tokenizer, _save
 from fivefold.evaluation import EvaluateRequest
 from fivefold.evaluation.run import evaluate
@@ -27,6 +29,7 @@ from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import open_weights
 from fivefold.parallel.adapters.peft_folder import CONFIG, WEIGHTS
+from fivefold.training import agreed
 from tests.pool import run_ranks
 from tests.training.bodies import MODEL, Ran, on_rank, run_dir, run_file, write_corpus
 
@@ -205,6 +208,65 @@ def test_copies_in_other_files_are_alike_and_a_run_that_goes_on_needs_no_first_w
     longer = tree_of(tmp_path, train__max_steps=3)
     ran = run_ranks(2, on_node, [str(node), str(other)], longer)
     assert [each.error for each in ran] == [None, None] and "step 3/3" in ran[0].screen
+
+
+def read_by(folder: Path, tree: dict[str, Any], begins: bool) -> Mapping[str, Any]:
+    """What a node reads to be compared."""
+    with chdir(folder):
+        config = RunConfig.model_validate(tree)
+        return agreed.files(config, prepare(config, cache=folder / "cache"), begins=begins)
+
+
+TEACHER = {"objective__name": "distill", "objective__teacher": "teacher"}
+# What is done to the second node, the keys of the run, and what then differs in a run that begins, and in one that goes
+# on from a checkpoint.
+READ: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str, str]] = {
+    "the config of the teacher": (
+        lambda node: edited(node / "teacher" / "config.json", rms_norm_eps=0.25), TEACHER,
+        "objective.teacher teacher: config.json: rms_norm_eps", "objective.teacher teacher: config.json: rms_norm_eps",
+    ),
+    "the tokenizer of the teacher": (
+        lambda node: edited(node / "teacher" / "tokenizer.json", pre_tokenizer=None), TEACHER,
+        "objective.teacher teacher: the tokenizer: tokenizer.json",
+        "objective.teacher teacher: the tokenizer: tokenizer.json",
+    ),
+    "the weights": (lambda node: model(node / "model", 7), {}, "model.name_or_path model: weights", ""),
+    "the base of an adapter": (
+        lambda node: model(node / "model", 7), LORA, "model.name_or_path model: weights",
+        "model.name_or_path model: weights",
+    ),
+    "the reference": (
+        lambda node: model(node / "model", 7), DPO, "model.name_or_path model: weights",
+        "model.name_or_path model: weights",
+    ),
+    "the first adapter": (
+        lambda node: save_file({"a": torch.zeros(3)}, node / "adapter" / WEIGHTS), LORA | {"adapter__path": "adapter"},
+        "adapter.path adapter: weights", "",
+    ),
+}  # fmt: skip
+
+
+def test_a_run_that_goes_on_reads_what_it_still_computes_with(
+    node: Path, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for number, (what, (change, keys, of_first_step, of_later)) in enumerate(READ.items()):
+        with subtests.test(msg=what):
+            shutil.copytree(node, other := tmp_path / f"other-{number}")
+            change(other)
+            tree = tree_of(tmp_path, **keys)
+            for begins, expected in ((True, of_first_step), (False, of_later)):
+                found = alike.difference(*(read_by(folder, tree, begins) for folder in (other, node)))
+                assert (found or [""])[0].startswith(expected) and bool(found) == bool(expected), found
+
+
+def test_the_first_rank_says_whether_a_run_begins(node: Path, tmp_path: Path) -> None:
+    """A folder of an earlier run on another node keeps no weights from being compared."""
+    shutil.copytree(node, other := tmp_path / "other")
+    model(other / "model", 7)
+    tree = tree_of(tmp_path) | {"run": {"name": "run", "dir": "runs"}}
+    (other / "runs" / "run" / "checkpoints" / "step-000002").mkdir(parents=True)
+    ran = run_ranks(2, on_node, [str(node), str(other)], tree)
+    assert all("model.name_or_path model: weights" in str(each.error) for each in ran)
 
 
 # ---- other commands --------------------------------------------------------------------------------------------------

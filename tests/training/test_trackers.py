@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.core.errors import UserError
 from fivefold.training.display import Sample
-from fivefold.training.trackers import TRACKERS, TrackerSink
+from fivefold.training.trackers import _ADVICE, TRACKERS, TrackerSink
 from tests.pool import run_ranks
 from tests.training.bodies import Ran, Stopped, column, metrics, on_rank, run_dir, run_file
 from tests.training.trackers import NAMES, Told, stand_ins
@@ -211,3 +211,45 @@ def test_what_an_earlier_attempt_sent_is_not_sent_again(tmp_path: Path, monkeypa
         sink.samples([Sample(step, "a", "b"), Sample(step, "c", "d")])
     told.log.assert_called_once_with({"train/loss": 1.0}, 6)
     told.table.assert_called_once_with({"step": [6, 6], "prompt": ["a", "c"], "text": ["b", "d"]}, 6)
+
+
+def test_a_run_that_goes_on_replaces_the_rows_of_tensorboard(tmp_path: Path) -> None:
+    """Those after the step from which it goes on. TensorBoard has no ids to keep."""
+    config = RunConfig.model_validate(run_file(tmp_path))
+    config.run_dir.mkdir()
+    for last_step, steps in ((0, (1, 2, 3)), (1, (2,))):
+        sink = TrackerSink("tensorboard", config, last_step=last_step, say=print)
+        for step in steps:
+            sink.write({"step": step, "tokens": 7 * step})
+        sink.close()
+    events = EventAccumulator(str(config.run_dir / "tensorboard")).Reload().Scalars("tokens")
+    assert [(event.step, event.value) for event in events] == [(1, 7.0), (2, 14.0)]
+    assert not (config.run_dir / "trackers.json").exists()
+
+
+def test_an_id_that_cannot_be_kept_is_said(tmp_path: Path) -> None:
+    config, said = RunConfig.model_validate(run_file(tmp_path)), list[str]()
+    (config.run_dir / "trackers.json").mkdir(parents=True)
+    with stand_ins() as told:
+        TrackerSink("wandb", config, last_step=0, say=said.append).write({"step": 1, "train/loss": 1.0})
+    assert told["wandb"].steps == [1]
+    assert re.fullmatch(r".*trackers\.json cannot be written: .*; a resume begins a new wandb run", said[0])
+
+
+def test_mlflow_gets_values_that_it_keeps_and_its_own_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig.model_validate(run_file(tmp_path, sample__prompts=["a" * 9999]))
+    config.run_dir.mkdir()
+    for variable, expected in (("", ["fivefold"]), ("MLFLOW_EXPERIMENT_NAME", []), ("MLFLOW_EXPERIMENT_ID", [])):
+        experiments: list[str] = []
+        with stand_ins() as told, monkeypatch.context() as inside:
+            inside.setattr("mlflow.set_experiment", experiments.append)
+            if variable:
+                inside.setenv(variable, "7")
+            TrackerSink("mlflow", config, last_step=0, say=print)
+        assert experiments == expected and len(told["mlflow"].config["sample.prompts"]) == 6000
+
+
+def test_each_tracker_has_advice() -> None:
+    assert _ADVICE.keys() == TRACKERS.keys()

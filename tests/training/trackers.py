@@ -62,6 +62,7 @@ def _fill_wandb(module: Any, told: Told, start: Any, log: Any) -> None:
         *, id: str, config: dict[str, Any], allow_val_change: bool, settings: Any, project: str = "", name: str = "",
         dir: str = "", resume: str = "",
     ) -> Any:  # fmt: skip
+        assert allow_val_change and settings.console == "off"
         start("wandb", id=id, resume=resume, project=project, name=name, dir=dir)
         told.config.update(config)
         return SimpleNamespace(log=lambda values, step: log("wandb", values, step), finish=finish)

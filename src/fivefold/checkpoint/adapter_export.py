@@ -1,7 +1,6 @@
 """Export of a checkpoint's adapter, as a folder of `peft`, or merged into the weights of its base model."""
 
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +14,7 @@ from torch import Tensor
 from fivefold.checkpoint.base import base_source, check_base
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.load import Checkpoint
-from fivefold.checkpoint.model_folder import OF_MODEL, beside, hub_id, json_text, save_tensors, write
+from fivefold.checkpoint.model_folder import OF_MODEL, beside, hub_id, json_text, publish, save_tensors, write
 from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
 from fivefold.config import RunConfig, parse_config
 from fivefold.core.errors import UserError
@@ -131,6 +130,5 @@ def write_peft(
             for path in sorted(temporary.iterdir()):
                 os.replace(path, out / path.name)
         else:
-            shutil.rmtree(out, ignore_errors=True)
-            os.rename(temporary, out)
+            publish(temporary, out)
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -6,7 +6,6 @@ Memory holds no more than one output file. Tied weights are stored once, under t
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -130,7 +129,7 @@ def write_folder(
     with model_folder.beside(out) as temporary:
         _write_model_files(files, temporary, known)
         size = _write_weights(source, temporary, file_bytes, known)
-        (_publish_into if into else _publish)(temporary, out)
+        (_publish_into if into else model_folder.publish)(temporary, out)
     return size
 
 
@@ -143,16 +142,6 @@ def _check_free(out: Path, force: bool) -> None:
         raise UserError(f"{out} exists and is not a model folder", fix="name a new folder")
     if not force:
         raise UserError(f"{out} exists and is not empty", fix="name a new folder; --force (force=True) replaces it")
-
-
-def _publish(temporary: Path, out: Path) -> None:
-    """Replace the old folder, if there is one, by the finished one."""
-    old = out.with_name(f".old-{out.name}")
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
-        os.rename(out, old)
-    os.rename(temporary, out)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _publish_into(temporary: Path, out: Path) -> None:

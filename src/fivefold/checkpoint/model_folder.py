@@ -4,10 +4,12 @@ It contains config.json as resolved for the run, generation_config.json with eve
 tokenizer, processors and licence: a checkpoint does not need the folder that its run started from.
 """
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +64,11 @@ def beside(out: Path) -> Iterator[Path]:
     """A new folder next to `out`, to be filled and moved to `out`; removed if it still exists at the end. Raises
     `RunFailed` for errors while it is written, or `UserError` if the folder is at fault."""
     temporary = out.with_name(f".tmp-{out.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    with suppress(FileNotFoundError), _held(temporary):  # of an export that was killed
+        shutil.rmtree(temporary, ignore_errors=True)
     try:
-        with sigterm_raises():  # otherwise as many bytes as the model has would stay there
-            temporary.mkdir(parents=True)
+        temporary.mkdir(parents=True)
+        with sigterm_raises(), _held(temporary):  # otherwise as many bytes as the model has would stay there
             yield temporary
     except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
         said = of_system(error)
@@ -74,6 +77,31 @@ def beside(out: Path) -> Iterator[Path]:
         raise RunFailed(f"{out} could not be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Hold `folder` against other processes, where its disk has locks. Raises `UserError` if another one has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a disk without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another process writes {folder}", fix="wait for it, or name another folder") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def publish(temporary: Path, out: Path) -> None:
+    """Replace the old folder, if there is one, by the finished one."""
+    old = out.with_name(f".old-{out.name}")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        os.rename(out, old)
+    os.rename(temporary, out)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -35,11 +35,16 @@ def fields(config: RunConfig, data: PreparedData, of_disk: Mapping[str, Any] | N
     }
 
 
-def files(config: RunConfig, data: PreparedData) -> dict[str, Any]:
+def begins(config: RunConfig) -> bool:
+    """True if no checkpoint is here to go on from, so that first weights are read."""
+    return not steps(config.run_dir / "checkpoints")
+
+
+def files(config: RunConfig, data: PreparedData, *, begins: bool) -> dict[str, Any]:
     """The fields that only machines with disks of their own can differ in: the versions and files of packages, the
-    files of the tokenizer, of the model and of the others that the objective names. A run with checkpoints here goes on
-    from them, and needs no first weights. Raises `UserError`."""
-    model, given, begins = config.model, config.objective, not steps(config.run_dir / "checkpoints")
+    files of the tokenizer, of the model and of the others that the objective names. `begins`: as the first rank sees
+    it. Raises `UserError`."""
+    model, given = config.model, config.objective
     base = f"model.name_or_path {model.name_or_path}"
     folder = data.tokenizer.folder
     read: dict[str, Any] = {
@@ -59,6 +64,6 @@ def files(config: RunConfig, data: PreparedData) -> dict[str, Any]:
     if given.name == "distill":
         teacher = weights_folder(given.teacher)
         read[f"objective.teacher {given.teacher}: config.json"] = config_values(load_model_config(teacher))
-        read[f"objective.teacher {given.teacher}: tokenizer"] = digests(teacher, tokenizer_files(teacher))
+        read[f"objective.teacher {given.teacher}: the tokenizer"] = digests(teacher, tokenizer_files(teacher))
         read[f"objective.teacher {given.teacher}"] = folder_digests(teacher)
     return read

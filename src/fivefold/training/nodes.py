@@ -69,7 +69,7 @@ def train(
     """
     least, most = config.train.node_range or (1, 1)
     open_folder(config, is_shared=True)
-    about = agreed.fields(config, data, agreed.files(config, data))
+    about = agreed.fields(config, data, agreed.files(config, data, begins=agreed.begins(config)))
     say(f"waiting for nodes ({config.train.nodes}) in {config.run_dir} ...")
     with (
         held(config.run_dir),

@@ -17,6 +17,7 @@ from fivefold.launch.cluster import cluster_here
 from fivefold.launch.memory import Needs, room
 from fivefold.launch.world import World
 from fivefold.models.facts import ModelFacts
+from fivefold.parallel import plain
 from fivefold.parallel.alike import check_alike
 from fivefold.parallel.fsdp.runtime import master_dtype
 from fivefold.parallel.layout import Layout
@@ -33,7 +34,8 @@ def check_ranks_agree(config: RunConfig, data: PreparedData, world: World) -> No
     """Raise `UserError`, the same on every rank, naming the first field that differs from rank 0's, and where. Files
     are compared if ranks have disks of their own, unless the launcher of nodes has done so (`training/nodes.py`)."""
     are_apart = not (world.is_local or world.round)
-    check_alike(lambda: agreed.fields(config, data, agreed.files(config, data) if are_apart else None))
+    begins = plain.of_first(agreed.begins(config))  # another node may have an earlier run's checkpoints
+    check_alike(lambda: agreed.fields(config, data, agreed.files(config, data, begins=begins) if are_apart else None))
 
 
 def check_memory(facts: ModelFacts, config: RunConfig, layout: Layout, world: World) -> str | None:
