@@ -61,6 +61,6 @@ class Found:
 
     @staticmethod
     def of_json(values: Mapping[str, Any]) -> "Found":
-        """What a worker told."""
+        """Read a worker's report."""
         lists = {key: [tuple(row) for row in rows] for key, rows in values.items() if isinstance(rows, list)}
         return Found(**{**values, **lists})

@@ -219,5 +219,5 @@ def _checked(folder: Path, text: str, received: Iterable[str]) -> str:
 
 
 def unfinished_of(folder: Path, kept: KeptStep) -> Any:
-    """What is left to do of the step, as the rank that wrote its first part says."""
+    """The rest of the step that is left to do, as the rank that wrote its first part says."""
     return json.loads((folder / part_file(min(kept.holders))).read_text(encoding="utf-8"))["unfinished"]

@@ -228,7 +228,7 @@ def read_description(folder: Path) -> Manifest:
 
 
 def problem(folder: Path, manifest: Manifest, name: str) -> str:
-    """What is wrong with a file at first sight; empty if it is there, at full size."""
+    """The problem of a file at first sight; empty if it is there, at full size."""
     file, size = folder / name, manifest.files[name].bytes
     is_there, is_direct = file.is_file(), "/" not in name and not file.is_symlink()
     if not is_there or not (is_direct or file.resolve().is_relative_to(folder.resolve())):

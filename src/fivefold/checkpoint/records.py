@@ -85,7 +85,7 @@ Records = Mapping[str, Mapping[str, TensorRecord]]  # kind -> parameter name -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank wrote. `tensors`: those of which it is the first rank, and those of which it has other slices than
+    """One rank's record. `tensors`: those of which it is the first rank, and those of which it has other slices than
     the cut says. `numbers`: kind -> elements of all its slices. `files`, `scalars`: as in a `Manifest`."""
 
     files: Mapping[str, FileRecord]

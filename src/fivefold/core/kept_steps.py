@@ -39,7 +39,7 @@ class KeptStep:
 
 @dataclass(frozen=True)
 class MemoryOfNode:
-    """What a worker knows of the memory of its `node`: the `folder` ("": none), its `round`, the one `before`, the step
+    """The memory of a worker's `node`: the `folder` ("": none), its `round`, the one `before`, the step
     that is kept of that. `acts`: this worker acts for its node."""
 
     folder: str = ""
@@ -78,7 +78,7 @@ class MemoryOfNode:
 
 
 def kept_in(folder: Path | None) -> str:
-    """What is kept in a folder, for other nodes: round -> step -> (number of all parts, part -> checksums)."""
+    """The steps kept in a folder, for other nodes: round -> step -> (number of all parts, part -> checksums)."""
     rounds = sorted(folder.glob("round-*")) if folder else []
     return json.dumps(
         {here.name: {str(step): parts_in(here / step_folder(step)) for step in steps(here)} for here in rounds}

@@ -95,7 +95,7 @@ class ChatTemplate:
 
     @cached_property
     def ends(self) -> tuple[str, str] | None:
-        """What is trained behind the words of an answer that another turn follows, such as `<|im_end|>`, and behind
+        """Trained ends behind the words of an answer that another turn follows, such as `<|im_end|>`, and behind
         those of the last; None if the template does not take a conversation of two questions."""
         try:
             text, spans = self.answers([{"role": role, "content": "ok"} for role in ("user", "assistant")] * 2)

@@ -64,12 +64,12 @@ def order_rows(
 
 
 def for_ranks(ranks: int) -> list[dict[str, int]]:
-    """What a key of rows in the cache has of `ranks` in addition: nothing for rows as they are packed."""
+    """The addition of `ranks` to a key of rows in the cache: nothing for rows as they are packed."""
     return [{"documents_for": ranks}] if ranks > 1 else []
 
 
 def _work(lengths: Int64s, row_length: int, ranks: int) -> tuple[int, float]:
-    """What is made small: the pairs of the busiest rank, then how unequal all of them are."""
+    """The cost that is made small: the pairs of the busiest rank, then how unequal all of them are."""
     pairs = pairs_by_rank(lengths, row_length, ranks)
     return int(pairs.max()), float(np.square(pairs, dtype=np.float64).sum())
 

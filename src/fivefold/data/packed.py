@@ -83,7 +83,7 @@ def _padding(values: NDArray[np.integer], *, counts_from_0: bool) -> Bools:
 
 
 def _of_tokens(name: str, kind: str, values: NDArray[np.integer], real_T: Bools, where: str) -> Bools:
-    """Where documents begin by a column with a number for each token: a position in the document, or the number of the
+    """Starts of documents by a column with a number for each token: a position in the document, or the number of the
     document."""
     numbers = values[real_T].astype(np.int64)
     begins = np.diff(numbers) != (kind == _POSITIONS)

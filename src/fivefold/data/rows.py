@@ -217,7 +217,7 @@ class RowSource(ABC):
 
     @abstractmethod
     def position(self, place: int) -> Mapping[str, Any]:
-        """What a checkpoint keeps so that `place` is found again at once; a dictionary of one key, or none."""
+        """Values of a checkpoint by which `place` is found again at once; a dictionary of one key, or none."""
 
     @abstractmethod
     def go_on(self, state: Mapping[str, Any]) -> None:

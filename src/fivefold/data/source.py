@@ -168,7 +168,7 @@ class FileList:
 
     @property
     def named(self) -> dict[str, str]:
-        """What is known of the contents, by the path of a file below the folder of all of them."""
+        """Digests of the contents that are known, by the path of a file below the folder of all of them."""
         paths = [path for path, _ in self.files if path in self.known]
         above = Path(os.path.commonpath([path.parent for path in paths])) if paths else Path()
         return {f"{self.source.label}: {path.relative_to(above)}": self.known[path] for path in paths}

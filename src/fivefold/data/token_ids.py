@@ -118,7 +118,7 @@ class TokenIdsReport:
 
 
 def rows_are(documents: Iterable[Document]) -> Literal["documents", "stream", "packed"]:
-    """What rows are, by the first documents of a file: packed if one of these is; parts of a stream if they are of one
+    """Kind of rows, by the first documents of a file: packed if one of these is; parts of a stream if they are of one
     length, of which only the last may be shorter."""
     first = list(islice(documents, _PEEKED))
     if any(isinstance(document, TokenIds) and document.is_packed for document in first):

@@ -369,7 +369,7 @@ def _folder(files: FileList, tokenizer: TokenizerInfo, root: Path, kind: str) ->
 
 
 def _state(files: FileList) -> list[list[Any]]:
-    """What a change of the files would change: their names, sizes and times."""
+    """The state of the files, which any change of them changes: their names, sizes and times."""
     return [  # a folder's own stamp does not change with the files in it
         [*_stamp(path), form.name, *(list(_stamp(member)) for member in form.members(path) if member != path)]
         for path, form in files.files
@@ -430,7 +430,7 @@ def _store_of(folder: Path, root: Path) -> Path:
 
 
 def _reading(source: Source) -> dict[str, Any]:
-    """What was learnt of the keys of records, as JSON."""
+    """Facts learnt about the keys of records, as JSON."""
     return {
         "read": [[list(names), list(keys)] for names, keys in source.read.items()],
         "undecided": dict(source.undecided),

@@ -115,7 +115,7 @@ def check_vocabulary(largest: int, config: Any, tokenizer: TokenizerInfo, what: 
 
 
 def _read(name: str, step: int | None, verb: str) -> dict[str, Any]:
-    """What every rank reads of a model, to compare."""
+    """The files of a model that every rank reads, to compare."""
     folder, weights, _ = _locate(name, step, verb)
     trained = _with_adapter(_run_of(folder))
     base = weights_folder(trained.model.name_or_path) if trained and trained.model.init == "pretrained" else None

@@ -174,7 +174,7 @@ def _container(job: Job, meets: list[str]) -> dict[str, Any]:
 
 
 def failure_policy() -> dict[str, Any]:
-    """What a job makes of a pod that fails, by its exit code or by what has ended it. Other failures are counted."""
+    """Policy of a job for a failed pod, by its exit code or by what has ended it. Other failures are counted."""
 
     def exits(code: int) -> dict[str, Any]:
         return {"containerName": CONTAINER, "operator": "In", "values": [code]}

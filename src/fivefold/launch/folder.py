@@ -64,7 +64,7 @@ def open_folder(config: RunConfig, *, is_shared: bool = False) -> Path:
 
 
 def holder_of(folder: Path) -> str:
-    """What `open_folder` has left in the lock of a run folder: its process and host, "" on a disk without locks."""
+    """The note of `open_folder` in the lock of a run folder: its process and host, "" on a disk without locks."""
     return (folder / LOCK).read_text(encoding="utf-8")
 
 

@@ -96,7 +96,7 @@ class Round:
     missed: bool = False
 
     def agreed(self, choose: Callable[[Sequence[Member]], str]) -> str:
-        """What the first node chooses, on all of them. Raises `NodesChanged` if it is gone before."""
+        """The choice of the first node, on all of them. Raises `NodesChanged` if it is gone before."""
         if self.node == 0:
             self.store.set("choice", choice := choose(self.members))
             return choice
@@ -104,7 +104,7 @@ class Round:
         return str(self.store.get("choice").decode())
 
     def told_by_all(self, key: str, mine: str) -> list[str]:
-        """What each node says under a name, in order. Raises `NodesChanged` if one is gone before."""
+        """The values of all nodes under a name, in order. Raises `NodesChanged` if one is gone before."""
         keys = [f"{key}/{node}" for node in range(len(self.members))]
         self.store.set(keys[self.node], mine)
         self.wait(keys)

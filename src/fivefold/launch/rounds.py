@@ -25,7 +25,7 @@ class RoundOver(Exception):
 
 
 def room(folder: Path, number: int) -> Path:
-    """Where round `number` prepares what it writes to `folder`; 0, for a run without rounds: `folder` itself."""
+    """Folder where round `number` prepares files of `folder`; 0, for a run without rounds: `folder` itself."""
     return folder / f".round-{number:06d}" if number else folder
 
 

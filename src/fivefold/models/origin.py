@@ -1,4 +1,4 @@
-"""What a run keeps of the folder that its model came from, apart from weights, config and tokenizer.
+"""The parts that a run keeps of the folder that its model came from, apart from weights, config and tokenizer.
 
 It is read once, when a run starts: a checkpoint and its export need neither that folder nor the current one of the run.
 """

@@ -1,5 +1,4 @@
-"""What the features add to a plan, each list in the order in which it is asked: the one place that names them all. No
-torch.
+"""Rules, edits, calls and bytes of all features, each in its order: the one place that names them all. No torch.
 
 A feature is a folder beside this file. Its `spec.py` has the functions that are listed here: rules of a plan, edits of
 modules, collectives, and bytes. `apply.py` has what is built of them.

@@ -1,4 +1,4 @@
-"""What this runtime overlaps, keeps and spends beside what a layout's plan says, on a GPU or a CPU. No torch.
+"""Overlap, memory and host time of this runtime beyond what a layout's plan says, on a GPU or a CPU. No torch.
 
 Rehearsals of the real step count launches, syncs and allocator peaks: an 8B takes 0.15 s of host time for 32 compiled
 layers; `slack` and `kept_back` are least squares of the cells of docs/evidence/planned_memory.md. Logits in bf16 are

@@ -250,7 +250,7 @@ class Rehearsal:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What was run, by name."""
+        """Facts of the rehearsal, by name."""
         memory = gib(self.cluster.chip.memory_bytes)
         return {
             "model": self.model, "layout": self.layout,

@@ -1,4 +1,4 @@
-"""What a command found, as one record: tables, facts, notes and drawings in sections.
+"""The findings of a command, as one record: tables, facts, notes and drawings in sections.
 
 `to_text` shows it on a terminal, `render.to_html` as one HTML file. JSON is each report's own schema.
 """
@@ -26,7 +26,7 @@ STYLES = {"good": "green", "wrong": "bold red", "bad": "red", "warn": "yellow", 
 
 
 class On(Enum):
-    """Where a part is shown."""
+    """The place where a part is shown."""
 
     BOTH = "both"
     TERMINAL = "terminal"
@@ -164,7 +164,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What a command found. `headline` and `ok` head the page; `ok` is None if nothing was judged."""
+    """The findings of a command. `headline` and `ok` head the page; `ok` is None if nothing was judged."""
 
     command: str
     headline: str

@@ -35,7 +35,7 @@ Line = tuple[str, str]  # (label, text); an empty label continues the line above
 
 @dataclass(frozen=True)
 class Sample:
-    """What the model wrote after `step` steps. `prompt`: the text before it; of a conversation, as people read it, and
+    """Text written after `step` steps. `prompt`: the text before it; of a conversation, as people read it, and
     its turns are `messages`."""
 
     step: int

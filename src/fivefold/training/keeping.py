@@ -1,4 +1,4 @@
-"""What a rank does with its last whole step when other ranks are gone: it keeps it in the memory of its node.
+"""A rank keeps its last whole step in the memory of its node when other ranks are gone.
 
 A thread looks for the word of the launcher, as the main thread may wait for ever in a collective; an error of a
 collective says the same sooner. The update of a step and all that follows from it, up to its row of metrics, holds a

@@ -104,7 +104,7 @@ class LiveRun:
         return every > 0 and (self.step % every == 0 or self.step == self.total_steps)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has beside the tensors: counters, the place in the data, and the state of the parts."""
+        """State of a checkpoint beside the tensors: counters, the place in the data, and the state of the parts."""
         place = self.step * self.config.train.global_batch_size
         of_parts = {part.name: state for part in self.parts if (state := part.state())}
         return {
@@ -246,7 +246,7 @@ class Part:
     # ---- at the end --------------------------------------------------------------------------------------------------
 
     def state(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps of this part: JSON, the same on every rank."""
+        """State of this part in a checkpoint: JSON, the same on every rank."""
         return {}
 
     def at_end(self, run: LiveRun) -> None:

@@ -33,7 +33,7 @@ def train_loop(options: Mapping[str, Any]) -> None:
 
 
 class _Reports:
-    """What this worker reports to Ray, in order, by a thread of its own.
+    """Reports of this worker to Ray, in order, by a thread of its own.
 
     `ray.train.report` returns once all workers have called it. Called between steps it would hang: a checkpoint that is
     written in the background is published after another step on each rank.

@@ -24,7 +24,7 @@ U32 = np.uint32
 
 
 class Draws:
-    """What `model` drops in training. `row` and `start` are those of the current document, `step` that of the batch."""
+    """Masks of `model` in training. `row` and `start` are those of the current document, `step` that of the batch."""
 
     def __init__(self, model: Any, seed: int, neftune: float | None = None) -> None:
         self.row = self.start = self.step = 0

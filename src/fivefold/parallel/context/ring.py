@@ -1,4 +1,4 @@
-"""What the ranks of a ring send to each other, from the documents of the rows alone. No torch.
+"""Messages between the ranks of a ring, from the documents of the rows alone. No torch.
 
 A key goes to the ranks whose queries attend to it. Rows are cut by their length alone (`row_blocks`), and attention
 goes over the edge of a block only in the document that the edge cuts, under a sliding window for a few tokens. So a
@@ -77,7 +77,7 @@ def width(pieces: Pieces) -> int:
 
 
 def _pieces(rows: SharedRows, keys: Blocks, queries: Blocks) -> Pieces:
-    """What the blocks of `queries` see of the blocks of `keys` before them: the end of each. Of several blocks behind
+    """Keys that blocks of `queries` see of the blocks of `keys` before them: the end of each. Of several blocks behind
     one, the first sees the earliest keys."""
     found, length = [], rows.length
     for row in range(rows.count):

@@ -7,7 +7,7 @@ from fivefold.core.keys import LayoutPart, key
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadKeys(LayoutPart):
-    """What is kept in host memory."""
+    """Keys of what is kept in host memory."""
 
     offload_activations: bool = key(
         False, "memory.offload_activations", "keep saved activations in host memory", words={"offload": True}

@@ -1,4 +1,4 @@
-"""What outer steps send and keep, and models that they do not go with. No torch."""
+"""Collectives and memory of outer steps (DiLoCo), and models that they do not go with. No torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

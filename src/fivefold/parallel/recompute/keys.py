@@ -10,7 +10,7 @@ from fivefold.parallel.recompute.policy import BUDGET, MODES
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeKeys(LayoutPart):
-    """What a layer keeps for its backward pass."""
+    """Keys of what a layer keeps for its backward pass."""
 
     recompute: str = key(
         "none", "memory.recompute", "activations computed twice: a mode, or what a rank may keep, as 12 GiB",

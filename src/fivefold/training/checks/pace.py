@@ -19,7 +19,7 @@ _SIZE = {"cpu": 256, "cuda": 4096}
 
 
 class Pace:
-    """What the checks of a start have seen of the ranks' pace."""
+    """The pace of the ranks, as the checks of a start have seen it."""
 
     def __init__(self) -> None:
         self._slow: dict[int, int] = {}  # rank -> checks in a row
