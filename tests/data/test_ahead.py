@@ -24,7 +24,7 @@ from fivefold.data.ahead import Ahead, parse_shard, prepare_ahead
 from fivefold.data.tokenizer import _loaded
 from fivefold.data.units import Units, shares
 from tests.data.helpers import config_for, random_texts, write_jsonl
-from tests.data.test_token_files import ids_of, mds, megatron
+from tests.data.test_token_files import ids_of, megatron, save_to_disk
 
 UNIT = 1009  # bytes
 
@@ -146,10 +146,10 @@ def test_files_beside_the_tokens_must_not_change_either(tmp_path: Path) -> None:
     """Folders, and tokens with an index: the time of the folder, or of the tokens, does not tell."""
     lines = write_jsonl(tmp_path / "a.jsonl", random_texts(3, 97))
     tokens = megatron(tmp_path / "corpus", ids_of(["ab", "cd"]))
-    folder = mds(tmp_path / "shards", {"text": "str"}, [(b"ab",), (b"cd",)], 1)
+    folder = save_to_disk(tmp_path / "saved", {"text": ["ab", "cd"]}, files=1)
     joined = megatron(tmp_path / "joined", ids_of(["ab", "cd"]), bounds=[0, 2]).with_suffix(".idx").read_bytes()
-    shard = folder / "shard.00000.mds"
-    changes = {tokens: (tokens.with_suffix(".idx"), joined), folder: (shard, shard.read_bytes().replace(b"ab", b"ba"))}
+    (table,) = folder.glob("*.arrow")
+    changes = {tokens: (tokens.with_suffix(".idx"), joined), folder: (table, table.read_bytes().replace(b"ab", b"ba"))}
     for number, (path, (changed, contents)) in enumerate(changes.items()):
         config, cache = config_for([{"path": str(path)}, {"path": str(lines)}]), tmp_path / f"cache {number}"
         for share in range(8):  # until the tokens are a unit

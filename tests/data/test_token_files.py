@@ -4,7 +4,6 @@ The files are written here byte by byte, as their formats say; `tests/data/test_
 packages of those engines, where they are installed.
 """
 
-import gzip
 import json
 import struct
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pytest import Subtests
 
 from fivefold.data import PreparedData, prepare
 from tests.data.helpers import config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
@@ -279,22 +279,10 @@ def test_an_index_that_names_tokens_twice_is_refused(tmp_path: Path) -> None:
     raw = index.read_bytes()
     index.write_bytes(raw[:34] + np.array([3, 1], "<i4").tobytes() + np.array([0, 4], "<i8").tobytes() + raw[58:])
     assert "its .idx names tokens twice" in refusal(tmp_path, path).what
-    shards = mds(tmp_path / "shards", {"text": "str"}, [(b"ab",)], 1) / "index.json"
-    tree = json.loads(shards.read_text())
-    shards.write_text(json.dumps({**tree, "shards": tree["shards"] * 2}))
-    assert "index.json names a shard twice" in refusal(tmp_path, shards.parent).what
 
 
 @pytest.mark.parametrize("name", ["../a", "..", "/etc/passwd", "a" * 5000, "a\0", "a\udc80", ""])
 def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, name: str) -> None:
-    shards = mds(tmp_path / "shards", {"text": "str"}, [(b"ab",)], 1) / "index.json"
-    tree = json.loads(shards.read_text())
-    tree["shards"][0]["raw_data"]["basename"] = name
-    shards.write_text(json.dumps(tree))
-    assert "which index.json names, is not there" in refusal(tmp_path, shards.parent).what
-    del tree["shards"][0]["raw_data"]["basename"]
-    shards.write_text(json.dumps(tree))
-    assert "index.json: record 1" in refusal(tmp_path, shards.parent).what
     saved = tmp_path / "saved"
     saved.mkdir()
     (saved / "dataset_info.json").write_text("{}")
@@ -351,84 +339,23 @@ def test_datasets_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None
     assert documents(read(tmp_path, splits)) == TRAINED
 
 
-def array(ids: Sequence[int], encoding: str) -> bytes:
-    """The ids as MDS writes them by `encoding`."""
-    _, _, of = encoding.partition(":")
-    dtype, _, shape = of.partition(":")
-    values = np.array(ids, dtype or "int64")
-    front = [] if dtype else [bytes([65])]
-    front += [] if shape else [bytes([1 << 2, len(ids)])]
-    return b"".join([*front, values.tobytes()]) if encoding != "bytes" else values.tobytes()
-
-
-def mds(folder: Path, columns: dict[str, str], samples: Sequence[Sequence[bytes]], files: int = 2) -> Path:
-    """Write shards of samples, the values of sorted `columns` with their encodings; compressed by gzip if odd."""
-    folder.mkdir(exist_ok=True)
-    about = {
-        "column_names": list(columns),
-        "column_encodings": list(columns.values()),
-        "column_sizes": [4 * 8 if encoding.endswith(":4") else 8 if encoding == "int" else None
-                         for encoding in columns.values()],
-    }  # fmt: skip
-    text, shards = json.dumps(about).encode(), []
-    for number in range(files):
-        part = samples[number::files] if files > 1 else samples
-        sizes = [[len(value) for value, size in zip(sample, about["column_sizes"], strict=True) if size is None]
-                 for sample in part]  # fmt: skip
-        bodies = [np.array(size, "<u4").tobytes() + b"".join(sample) for size, sample in zip(sizes, part, strict=True)]
-        offsets = np.cumsum([0, *map(len, bodies)]) + 4 * (len(part) + 2) + len(text)
-        raw = b"".join([np.array([len(part), *offsets], "<u4").tobytes(), text, *bodies])
-        name = f"shard.{number:05d}.mds"
-        (folder / (f"{name}.gz" if number % 2 else name)).write_bytes(gzip.compress(raw) if number % 2 else raw)
-        zipped = {"basename": f"{name}.gz", "bytes": 1, "hashes": {}} if number % 2 else None
-        raw_data = {"basename": name, "bytes": len(raw), "hashes": {}}
-        shards.append(
-            {"version": 2, "format": "mds", "samples": len(part), "raw_data": raw_data, "zip_data": zipped, **about}
-        )
-    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
-    return folder
-
-
-@pytest.mark.parametrize("encoding", ["bytes", "ndarray", "ndarray:int32", "ndarray:uint16"])
-def test_mds_samples_are_the_documents_of_the_texts(tmp_path: Path, encoding: str) -> None:
-    texts = TEXTS[::2] + TEXTS[1::2]
-    expected = documents(prepare_texts(tmp_path, texts, packing=False))
-    samples = [(b"\0" * 8, array(ids, encoding)) for ids in ids_of(TEXTS)]
-    data = read(tmp_path, mds(tmp_path / "shards", {"number": "int", "tokens": encoding}, samples))
-    assert documents(data) == expected
-    assert any("'tokens' read; left out: 'number'" in line for line in data.counts.lines())
-    as_texts = mds(tmp_path / "texts", {"meta": "pkl", "text": "str"}, [(b"x", text.encode()) for text in TEXTS])
-    assert documents(read(tmp_path, as_texts)) == expected
-
-
-def test_mds_arrays_of_one_shape_are_parts_of_a_stream(tmp_path: Path) -> None:
-    rows = [[1, 2, EOS, 3], [4, 5, 6, 7], [8, EOS, 9, 10]]
-    folder = mds(
-        tmp_path / "shards", {"tokens": "ndarray:int64:4"}, [(array(row, "ndarray:int64:4"),) for row in rows], 1
-    )
-    assert [tokens for tokens, _ in documents(read(tmp_path, folder / "index.json"))] == rows
-
-
-def test_mds_shards_that_are_not_whole_are_refused(tmp_path: Path) -> None:
-    def folder(encoding: str = "ndarray", value: bytes | None = None) -> Path:
-        return mds(tmp_path / "shards", {"tokens": encoding}, [(value or array([1, 2], encoding),)], 1)
-
-    def said(path: Path) -> str:
-        return refusal(tmp_path, path).what
-
-    shard = tmp_path / "shards" / "shard.00000.mds"
-    raw = (folder() / shard.name).read_bytes()
-    shard.write_bytes(raw[:-1])
-    assert f"{shard}: {len(raw) - 1} bytes, not the {len(raw)} of index.json" in said(tmp_path / "shards")
-    shard.write_bytes(b"\2" + raw[1:])
-    assert "does not hold the 1 sample of index.json" in said(tmp_path / "shards")
-    shard.unlink()
-    assert "shard.00000.mds, which index.json names, is not there" in said(tmp_path / "shards")
-    assert "'tokens' is encoded as pkl" in said(folder("pkl", b"x"))
-    assert "no token ids of 8, 4 or 2 bytes" in said(folder("bytes", b"xyz"))
-    assert "not an array of token ids" in said(folder("ndarray:int32", b"\x09\1\1"))
-    assert "not an array of token ids: dtype 'i4,('" in said(folder("ndarray:i4,(", b"\4\1\1\1\1\1"))
-    assert f"{shard}:1: token 2 is 300" in said(folder("ndarray:int32", array([1, 300], "ndarray:int32")))
+def test_shards_of_mosaicml_are_refused_and_converted_elsewhere(tmp_path: Path, subtests: Subtests) -> None:
+    folder = tmp_path / "train"
+    folder.mkdir()
+    (folder / "index.json").write_text('{"version": 2, "shards": []}')
+    shard = folder / "shard.00000.mds.zstd"
+    shard.write_bytes(b"\0")
+    for path in (folder, folder / "index.json", shard, folder / "*"):
+        with subtests.test(path.name):
+            error = refusal(tmp_path, path)
+            assert error.what == f"data.train: {shard}: shards of MosaicML's streaming (MDS) are not read"
+            assert "to Parquet" in str(error.fix) and error.more == "docs/howto/data.md, 'Convert shards of MosaicML'"
+    named = refusal(tmp_path, [{"path": str(folder), "format": "mds"}])
+    assert named.what.startswith("data.train.format: mds: shards of MosaicML's streaming (MDS)")
+    tokens = tmp_path / "train.jsonl"
+    tokens.write_text('{"tokens": [1, 2]}\n{"tokens": [3, 4, 5]}\n')
+    data = read(tmp_path, [{"path": str(tokens), "text_key": "tokens"}])
+    assert [ids for ids, _ in documents(data)] == [[1, 2, EOS], [3, 4, 5, EOS]]
 
 
 @pytest.mark.full

@@ -47,15 +47,3 @@ def test_a_folder_of_datasets(tmp_path: Path, expected: object) -> None:
     rows = {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, 2, 3], [-100, 5]]}
     datasets.Dataset.from_dict(rows).shuffle(seed=1).save_to_disk(str(tmp_path / "labelled"))
     assert sorted(documents(read(tmp_path, tmp_path / "labelled"))) == [([1, 2, 3], [2, 3]), ([4, 5], [5])]
-
-
-@pytest.mark.parametrize("compression", [None, "zstd", "gz"])
-def test_shards_of_streaming(tmp_path: Path, expected: object, compression: str | None) -> None:
-    writer = pytest.importorskip("streaming").MDSWriter
-    for encoding in ("bytes", "ndarray", "ndarray:uint16"):
-        folder = tmp_path / encoding.replace(":", "")
-        with writer(out=str(folder), columns={"tokens": encoding}, compression=compression, size_limit=1500) as out:
-            for ids in IDS:
-                tokens = np.array(ids, "uint16" if encoding.endswith("16") else "int64")
-                out.write({"tokens": tokens.tobytes() if encoding == "bytes" else tokens})
-        assert documents(read(tmp_path, folder)) == expected

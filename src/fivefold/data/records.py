@@ -260,10 +260,8 @@ def parts_of(names: Collection[str], source: Source) -> Parts | None:
 
 def _ids_first(names: Collection[str], source: Source) -> Source:
     """The source with its `text_key` at a column of token ids, if there is one and nothing else is asked for."""
-    key = next((key for key in _IDS if key in names), None)
-    if key != _IDS[0] and Source.text_key in names:
-        return source  # `tokens` may be a number of them
-    return replace(source, text_key=key) if key and source.text_key == Source.text_key else source
+    is_read = _IDS[0] in names and source.text_key == Source.text_key
+    return replace(source, text_key=_IDS[0]) if is_read else source
 
 
 def _parts_of_ids(names: Collection[str], key: str, source: Source) -> Parts:

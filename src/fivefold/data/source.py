@@ -26,8 +26,8 @@ RECORD_KINDS = ("chat", "completion", "preference", "alpaca", "sharegpt")
 _INDEX = re.compile(r"\[(\d+)\]")
 MORE = (
     "formats: txt, md, jsonl, json, csv, tsv (also .gz, .bz2, .xz, .zst), parquet, python-stdlib, a token store, "
-    "folders or globs of them, and hub:org/name; tokens of Megatron (.bin with .idx), datatrove (.ds), "
-    "datasets.save_to_disk and MosaicML streaming"
+    "folders or globs of them, and hub:org/name; tokens of Megatron (.bin with .idx), datatrove (.ds) and "
+    "datasets.save_to_disk"
 )
 # Files next to texts that are no texts: the card and the notes of a dataset.
 _BESIDE = ("readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
@@ -217,6 +217,8 @@ def resolve(source: Source, formats: Sequence[Format], root: Path) -> FileList:
 def _named_format(source: Source, formats: Sequence[Format]) -> Format:
     if named := next((form for form in formats if form.name == source.format), None):
         return named
+    if source.format == "mds":
+        raise _of_streaming(f"{source.label}.format: mds")
     names = ", ".join([*RECORD_KINDS, *(form.name for form in formats)])
     raise UserError(
         f"{source.label}.format: there is no format {source.format!r}", fix=f"one of auto, {names}", more=MORE
@@ -270,6 +272,7 @@ def _pick(
 ) -> FileList:
     """Pick a format for each file; the first of `formats` if it `is_named`. Other files of a folder are left out and
     counted."""
+    _check_shards(source, paths)
     picked: list[tuple[Path, Format]] = []
     left_out: list[Path] = []
     companions = tuple(ending for form in formats for ending in form.companions)
@@ -300,6 +303,21 @@ def _pick(
             more=MORE,
         )
     return FileList(source, tuple(picked), tuple(left_out))
+
+
+def _check_shards(source: Source, paths: Sequence[Path]) -> None:
+    """Raise `UserError` for shards of MosaicML's streaming: `*.mds`, raw or compressed, beside an `index.json`."""
+    of_indices = (shard for path in paths if path.name == "index.json" for shard in path.parent.glob("*.mds*"))
+    if shard := next((path for path in (*paths, *of_indices) if ".mds" in path.suffixes), None):
+        raise _of_streaming(source.at(shard))
+
+
+def _of_streaming(what: str) -> UserError:
+    return UserError(
+        f"{what}: shards of MosaicML's streaming (MDS) are not read",
+        fix="write the samples to Parquet once, by the packages datasets and streaming",
+        more="docs/howto/data.md, 'Convert shards of MosaicML'",
+    )
 
 
 def _unknown(source: Source, path: Path, formats: Sequence[Format]) -> UserError:
