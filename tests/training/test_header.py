@@ -72,6 +72,8 @@ def test_a_run_that_stopped_early_names_its_best_step(tmp_path: Path) -> None:
         ["fivefold", "export", str(run), str(run / "hf"), "--best"],
         ["fivefold", "train", str(run), "eval.stop.patience=0"],
     ]
+    stopped.progress.best = Best()  # a part of the user's own has stopped it
+    assert commands(header.closing_lines(stopped, "enough"))[-1] == ["fivefold", "train", str(run), "train.parts=[]"]
 
 
 def test_a_prompt_of_several_lines_is_not_pasted() -> None:
