@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,8 +15,12 @@ from fivefold.config import load_config
 from fivefold.config.schema import check_code
 from fivefold.core.errors import UserError
 from fivefold.training import parts
+from fivefold.training import run as run_module
+from fivefold.training.checkpoints import Checkpoints
+from fivefold.training.checks import part as checks_part
 from fivefold.training.environment import Environment
 from fivefold.training.own_parts import own_parts
+from fivefold.training.part import Progress
 from tests.training.bodies import Ran, Stopped, column, metrics, run_dir, run_file, same, state, train
 
 DOCS = Path(__file__).parents[2] / "docs" / "howto" / "parts.md"
@@ -268,6 +274,57 @@ def test_parts_of_python_are_classes_of_a_file(monkeypatch: pytest.MonkeyPatch, 
 
 class Mine(ff.Part):
     """One that can be found."""
+
+
+def test_masks_of_dropout_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropout = SimpleNamespace(step=0)
+    monkeypatch.setattr(parts, "state_of", lambda model: SimpleNamespace(dropout=dropout))
+    parts.DropoutSteps().before_step(SimpleNamespace(step=3, model=None), [])  # type: ignore[arg-type]
+    assert dropout.step == 3
+
+
+def test_all_counters_come_back() -> None:
+    after = Progress()
+    after.load(Progress(tokens_seen=7, skipped=5, in_a_row=2).counters())
+    assert (after.tokens_seen, after.skipped, after.in_a_row) == (7, 5, 2)
+
+
+def test_what_is_saved_between_the_standing_checks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    for name in ("replicas", "finite"):
+        monkeypatch.setattr(checks_part, name, lambda *_: [1])
+    monkeypatch.setattr(checks_part, "fail_on", lambda findings, **_: found.extend(findings))
+    standing, run = checks_part.StandingChecks(), MagicMock(config=load_config(None))
+    standing.at_save(run)
+    assert found == [1, 1]
+    standing.update = MagicMock()  # its step has passed already
+    standing.at_save(run)
+    assert found == [1, 1]
+
+
+def test_every_part_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one answers spares no other the question: they may use collectives."""
+    asked: list[str] = []
+
+    class Asked(ff.Part):
+        def interrupts(self, run: ff.LiveRun) -> bool:
+            asked.append("interrupts")
+            return True
+
+        def saves(self, run: ff.LiveRun) -> bool:
+            asked.append("saves")
+            return True
+
+    result = MagicMock(tokens=1)
+    monkeypatch.setattr(run_module, "train_step", lambda *_, **options: asked.append(options["stop"]) or result)
+    monkeypatch.setattr(run_module.metrics, "row", lambda *_, **__: {})
+    checkpoints = Checkpoints(Environment(), None)
+    checkpoints.manager = MagicMock(failed=None)
+    run: Any = MagicMock(parts=[Asked(), Asked(), checkpoints], is_over=False)
+    run.due.return_value = False
+    run_module._step(run, [], 0.0, list)
+    assert asked == ["interrupts", "interrupts", True, "saves", "saves"]
+    checkpoints.manager.save.assert_called_once()
 
 
 def test_the_order_of_the_parts() -> None:

@@ -125,12 +125,12 @@ def best_kept_step(config: RunConfig) -> int | None:
 
 
 def next_commands(
-    config: RunConfig, *, step: int, total_steps: int, best: int | None = None, lifts: str = "",
-    converses: bool = False,
+    config: RunConfig, *, step: int, total_steps: int, best: int | None = None, stopped_early: bool = False,
+    by_own_part: bool = False, converses: bool = False,
 ) -> list[str]:  # fmt: skip
     """The commands to suggest after a run, or after it was stopped: each line can be pasted into a shell. `best`: the
-    step of the best validation, if its checkpoint is kept. `lifts`: the override that lifts an early stop.
-    `converses`: it was trained on conversations."""
+    step of the best validation, if its checkpoint is kept. `stopped_early`: no validation improved, or
+    `by_own_part` of the user's. `converses`: it was trained on conversations."""
     run = quote(str(config.run_dir))
     asked = [
         str(turn.get("content")) for turns in config.sample.messages for turn in turns if turn.get("role") == "user"
@@ -140,7 +140,7 @@ def next_commands(
     hf = config.run_dir / "hf"
     is_best_older = best is not None and best != step
     longer = f"fivefold train {run}" + (f" train.max_steps={2 * total_steps}" if step >= total_steps else "")
-    longer += f" {lifts}" if lifts else ""
+    longer += (" 'train.parts=[]'" if by_own_part else " eval.stop.patience=0") if stopped_early else ""
     at_best, chosen = (f" --step {best}", " --best") if is_best_older else ("", "")
     uses = [
         f"fivefold report {run}",
@@ -148,7 +148,7 @@ def next_commands(
     ]
     uses += [] if hf.exists() else [f"fivefold export {run} {quote(str(hf))}{chosen}"]
     goes_on = f"{longer}   # {'makes it longer' if step >= total_steps else 'goes on'}"
-    return [*uses, goes_on] if step >= total_steps or lifts else [goes_on, *uses]
+    return [*uses, goes_on] if step >= total_steps or stopped_early else [goes_on, *uses]
 
 
 @contextmanager
