@@ -283,6 +283,17 @@ def test_masks_of_dropout_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch)
     assert dropout.step == 3
 
 
+def test_a_held_step_gets_its_row_and_a_start_knows_whether_replicas_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, run = MagicMock(), MagicMock(step=4, total_steps=9)
+    parts.KeptRow(kept).after_step(run, {"eval/loss": 1.0})
+    kept.hold.assert_called_once_with(run, {"eval/loss": 1.0}, owes=False)
+    outer = SimpleNamespace(is_on=True, is_due=lambda step: step % 2 == 0, have_met=False)
+    monkeypatch.setattr(parts, "state_of", lambda model: SimpleNamespace(outer=outer))
+    for run.step, expected in ((4, True), (5, False), (9, True)):
+        parts.OuterSteps().begin(run)
+        assert outer.have_met == expected
+
+
 def test_all_counters_come_back() -> None:
     after = Progress()
     after.load(Progress(tokens_seen=7, skipped=5, in_a_row=2).counters())
