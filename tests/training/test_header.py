@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from fivefold.config import RunConfig, load_config
 from fivefold.core.best import Best
 from fivefold.launch.folder import next_commands
 from fivefold.training import header
+from fivefold.training.own_parts import OwnPart
 from fivefold.training.part import Progress
 
 
@@ -26,6 +28,7 @@ def job(config: RunConfig, *, step: int, device: str = "cpu", peak: float | None
     return SimpleNamespace(
         config=config, step=step, total_steps=20, progress=Progress(last_eval=1.5, tokens_seen=1000), peak_tflops=peak,
         world=SimpleNamespace(device=device), data=SimpleNamespace(train=Rows(), converses=False), why_stopped="",
+        parts=[],
     )  # fmt: skip
 
 
@@ -72,6 +75,8 @@ def test_a_run_that_stopped_early_names_its_best_step(tmp_path: Path) -> None:
         ["fivefold", "export", str(run), str(run / "hf"), "--best"],
         ["fivefold", "train", str(run), "eval.stop.patience=0"],
     ]
+    stopped.parts = [MagicMock(spec=OwnPart)]  # one of the user's own has stopped it
+    assert commands(header.closing_lines(stopped, "enough"))[-1] == ["fivefold", "train", str(run), "train.parts=[]"]
 
 
 def test_a_prompt_of_several_lines_is_not_pasted() -> None:

@@ -2,9 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 import fivefold as ff
 from fivefold.checkpoint import Checkpoint, step_folder
@@ -12,11 +15,17 @@ from fivefold.config import load_config
 from fivefold.config.schema import check_code
 from fivefold.core.errors import UserError
 from fivefold.training import parts
+from fivefold.training import run as run_module
+from fivefold.training.checkpoints import Checkpoints
+from fivefold.training.checks import part as checks_part
 from fivefold.training.environment import Environment
 from fivefold.training.own_parts import own_parts
+from fivefold.training.part import Progress
 from tests.training.bodies import Ran, Stopped, column, metrics, run_dir, run_file, same, state, train
 
+DOCS = Path(__file__).parents[2] / "docs" / "howto" / "parts.md"
 READER = """
+import math
 import fivefold as ff
 
 class Reader(ff.Part):
@@ -24,9 +33,7 @@ class Reader(ff.Part):
         self.steps = []
 
     def before_update(self, run):
-        norm = sum(float(p.grad.full_tensor().pow(2).sum() if hasattr(p.grad, "full_tensor") else p.grad.pow(2).sum())
-                   for p in run.model.parameters() if p.grad is not None)
-        self.norm = norm ** 0.5
+        self.norm = ff.clip_grad_norm_(run.model, math.inf)
 
     def after_update(self, run, result):
         self.loss = result.loss
@@ -103,8 +110,24 @@ def test_a_part_that_reads_changes_no_bit_and_its_state_survives_a_kill(layout: 
     assert same(state(read, 6), state(plain, 6))
     assert column(read, "train/loss") == column(plain, "train/loss")
     assert column(read, "mine/steps") == [1, 2, 3, 4, 5, 6]
-    if "pp" not in layout:  # a stage has a part of the gradients
-        assert column(read, "mine/norm") == pytest.approx(column(plain, "train/grad_norm"), rel=1e-4)
+    assert column(read, "mine/norm") == pytest.approx(column(plain, "train/grad_norm"), rel=1e-6)
+
+
+@pytest.mark.full
+def test_the_average_of_the_docs_goes_on_under_another_layout(tmp_path: Path) -> None:
+    source = DOCS.read_text().split("```python\n")[2].partition("```")[0].replace("% 10", "% 1")
+    options: dict[str, Any] = {"checkpoint__every": 2, "train__max_steps": 4, "layout__dp_shard": 1}
+    ema = [
+        with_parts(tmp_path, source, "Ema", run__name=name, **options, layout__dp_replicate=2) for name in ("a", "b")
+    ]
+    assert train(ema[0]).error is None and isinstance(train(ema[1], stop_at=3).error, Stopped)
+    ema[1]["layout"] = {"tp": 2}
+    assert train(ema[1]).error is None
+    alone, both = (torch.load(run_dir(tree) / "ema" / "step-4.pt") for tree in ema)
+    weights = state(ema[0], 4)
+    for name, average in alone.items():
+        torch.testing.assert_close(average, both[name], rtol=1e-4, atol=1e-6)
+        assert average.shape == (weight := weights[f"weight/{name}"]).shape and not torch.equal(average, weight)
 
 
 @pytest.mark.full
@@ -121,8 +144,7 @@ def test_moments_come_in_the_order_of_the_docs_on_every_rank(tmp_path: Path) -> 
     expected += [*(each.format(1, 2) for each in step), "at_save 2", "at_end 2", "over 2"]
     assert second == expected
     assert [line for line in first if line != "lines 0"] == expected and first.count("lines 0") == 1
-    docs = Path(__file__).parents[2] / "docs" / "howto" / "parts.md"
-    rows = [line.split("`")[1].partition("(")[0] for line in docs.read_text().splitlines() if line.startswith("| `")]
+    rows = [line.split("`")[1].partition("(")[0] for line in DOCS.read_text().splitlines() if line.startswith("| `")]
     own = {name for name in vars(ff.Part) if not name.startswith("_")} - {"name", "finish_step", "try_memory"}
     assert {*rows} == own
 
@@ -174,6 +196,7 @@ class Wrong(ff.Part):
         ("row['mine'] = torch.ones(2)", "{}", "Wrong adds mine to the row, a Tensor, which is no number"),
         ("pass", "{'a': torch.ones(1)}", "mine.py: TypeError: Object of type Tensor is not JSON serializable"),
         ("raise ff.UserError('too hot')", "{}", "too hot"),
+        ("raise SystemExit(0)", "{}", "mine.py:8: SystemExit: 0"),
     ],
 )  # fmt: skip
 @pytest.mark.full
@@ -209,6 +232,19 @@ def test_what_is_no_part_is_refused_by_its_key_or_line(tmp_path: Path) -> None:
     assert [part.name for part in own_parts(load_config(None, names))] == ["Mine", "Other"]
 
 
+def test_a_step_of_another_start_is_finished_by_the_part_itself(tmp_path: Path) -> None:
+    """Its own `finish_step` is called, or `after_step` if that was not called."""
+    file = tmp_path / "mine.py"
+    mine = "import fivefold as ff\nclass Mine(ff.Part):\n    def {}: row['mine'] = run\n"
+    for signature, expected in (("after_step(self, run, row)", [1]), ("finish_step(self, run, row, owes)", [1, 2])):
+        file.write_text(mine.format(signature))
+        part = own_parts(load_config(None, [f"train.parts=[{file}:Mine]"]))[0]
+        rows: list[dict[str, Any]] = [{}, {}]
+        part.finish_step(1, rows[0], owes=True)  # type: ignore[arg-type]
+        part.finish_step(2, rows[1], owes=False)  # type: ignore[arg-type]
+        assert [row["mine"] for row in rows if row] == expected
+
+
 def test_paths_are_relative_to_the_run_file_and_the_model_folder_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "mine.py").write_text(READER)
@@ -238,6 +274,68 @@ def test_parts_of_python_are_classes_of_a_file(monkeypatch: pytest.MonkeyPatch, 
 
 class Mine(ff.Part):
     """One that can be found."""
+
+
+def test_masks_of_dropout_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropout = SimpleNamespace(step=0)
+    monkeypatch.setattr(parts, "state_of", lambda model: SimpleNamespace(dropout=dropout))
+    parts.DropoutSteps().before_step(SimpleNamespace(step=3, model=None), [])  # type: ignore[arg-type]
+    assert dropout.step == 3
+
+
+def test_a_held_step_gets_its_row_and_a_start_knows_whether_replicas_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, run = MagicMock(), MagicMock(step=4, total_steps=9)
+    parts.KeptRow(kept).after_step(run, {"eval/loss": 1.0})
+    kept.hold.assert_called_once_with(run, {"eval/loss": 1.0}, owes=False)
+    outer = SimpleNamespace(is_on=True, is_due=lambda step: step % 2 == 0, have_met=False)
+    monkeypatch.setattr(parts, "state_of", lambda model: SimpleNamespace(outer=outer))
+    for run.step, expected in ((4, True), (5, False), (9, True)):
+        parts.OuterSteps().begin(run)
+        assert outer.have_met == expected
+
+
+def test_all_counters_come_back() -> None:
+    after = Progress()
+    after.load(Progress(tokens_seen=7, skipped=5, in_a_row=2).counters())
+    assert (after.tokens_seen, after.skipped, after.in_a_row) == (7, 5, 2)
+
+
+def test_what_is_saved_between_the_standing_checks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    for name in ("replicas", "finite"):
+        monkeypatch.setattr(checks_part, name, lambda *_: [1])
+    monkeypatch.setattr(checks_part, "fail_on", lambda findings, **_: found.extend(findings))
+    standing, run = checks_part.StandingChecks(), MagicMock(config=load_config(None))
+    standing.at_save(run)
+    assert found == [1, 1]
+    standing.update = MagicMock()  # its step has passed already
+    standing.at_save(run)
+    assert found == [1, 1]
+
+
+def test_every_part_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one answers spares no other the question: they may use collectives."""
+    asked: list[str] = []
+
+    class Asked(ff.Part):
+        def interrupts(self, run: ff.LiveRun) -> bool:
+            asked.append("interrupts")
+            return True
+
+        def saves(self, run: ff.LiveRun) -> bool:
+            asked.append("saves")
+            return True
+
+    result = MagicMock(tokens=1)
+    monkeypatch.setattr(run_module, "train_step", lambda *_, **options: asked.append(options["stop"]) or result)
+    monkeypatch.setattr(run_module.metrics, "row", lambda *_, **__: {})
+    checkpoints = Checkpoints(Environment(), None)
+    checkpoints.manager = MagicMock(failed=None)
+    run: Any = MagicMock(parts=[Asked(), Asked(), checkpoints], is_over=False)
+    run.due.return_value = False
+    run_module._step(run, [], 0.0, list)
+    assert asked == ["interrupts", "interrupts", True, "saves", "saves"]
+    checkpoints.manager.save.assert_called_once()
 
 
 def test_the_order_of_the_parts() -> None:

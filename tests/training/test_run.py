@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from fivefold.core.run_folder import RUN_FILES
 from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.data.prepare import prepare
 from fivefold.report.run import main as report
+from fivefold.training.checkpoints import CheckpointManager
 from fivefold.training.schedule import learning_rate
 from tests.checkpoint.folders import hf_folder
 from tests.data.helpers import random_texts, segments, write_jsonl
@@ -312,6 +314,28 @@ def test_three_in_a_row_stop_the_run(tmp_path: Path, layout: dict[str, int]) -> 
     assert "3 steps in a row" in error.what and "step 4" in error.what and "optimizer.learning_rate" in error.fix
     assert column(tree, "step") == [1, 2, 3, 4]  # the last one too
     assert column(tree, "train/skipped_steps") == [0, 1, 2, 3]
+
+
+def ended_before_the_save(tree: dict[str, Any]) -> list[str]:
+    """Events of the history at the moment when a run that has failed begins to wait for its last save."""
+    seen: list[str] = []
+    close = CheckpointManager.close
+
+    def closing(manager: CheckpointManager) -> None:
+        seen.extend(json.loads(line)["event"] for line in (run_dir(tree) / "history.jsonl").read_text().splitlines())
+        close(manager)
+
+    with patch.object(CheckpointManager, "close", closing):
+        on_rank(tree, stop_at=2)
+    return seen
+
+
+@pytest.mark.full
+def test_the_history_has_an_error_before_a_save_is_waited_for(tmp_path: Path) -> None:
+    """A rank that waits for others may be ended there."""
+    tree = run_file(tmp_path)
+    assert run_ranks(1, partial(ended_before_the_save, tree)) == [["start", "end"]]
+    assert (run_dir(tree) / "history.jsonl").read_text().count('"end"') == 1
 
 
 def test_a_validation_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:

@@ -126,11 +126,11 @@ def best_kept_step(config: RunConfig) -> int | None:
 
 def next_commands(
     config: RunConfig, *, step: int, total_steps: int, best: int | None = None, stopped_early: bool = False,
-    converses: bool = False,
+    by_own_part: bool = False, converses: bool = False,
 ) -> list[str]:  # fmt: skip
     """The commands to suggest after a run, or after it was stopped: each line can be pasted into a shell. `best`: the
-    step of the best validation, if its checkpoint is kept. `stopped_early`: no validation improved. `converses`: it was
-    trained on conversations."""
+    step of the best validation, if its checkpoint is kept. `stopped_early`: no validation improved, or
+    `by_own_part` of the user's. `converses`: it was trained on conversations."""
     run = quote(str(config.run_dir))
     asked = [
         str(turn.get("content")) for turns in config.sample.messages for turn in turns if turn.get("role") == "user"
@@ -140,7 +140,7 @@ def next_commands(
     hf = config.run_dir / "hf"
     is_best_older = best is not None and best != step
     longer = f"fivefold train {run}" + (f" train.max_steps={2 * total_steps}" if step >= total_steps else "")
-    longer += " eval.stop.patience=0" if stopped_early else ""
+    longer += (" 'train.parts=[]'" if by_own_part else " eval.stop.patience=0") if stopped_early else ""
     at_best, chosen = (f" --step {best}", " --best") if is_best_older else ("", "")
     uses = [
         f"fivefold report {run}",

@@ -375,6 +375,12 @@ def check_parallel(model: Any) -> None:
     guard.check_parameters(model)
 
 
+def check_spread(model: Any) -> None:
+    """`check_parallel`, which takes the model of a run too: `LiveRun.model`."""
+    if isinstance(model, ParallelModel) or not isinstance(getattr(model, "fivefold", None), ParallelState):
+        check_parallel(model)
+
+
 def check_runs(model: Any) -> None:
     """`check_parallel`, for a model about to be run here. Raises `UserError` for hooks that this would leave out, and
     what inside of it would take a part for the whole."""

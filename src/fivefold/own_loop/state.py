@@ -19,7 +19,7 @@ from fivefold.checkpoint.save import standing
 from fivefold.core.alike import digests
 from fivefold.core.errors import UserError
 from fivefold.own_loop.batches import READ_MORE, leaves_inference_mode, refusal
-from fivefold.own_loop.model import ParallelModel, check_parallel
+from fivefold.own_loop.model import ParallelModel, check_parallel, check_spread
 from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import parts, plain
 from fivefold.parallel.alike import check_alike, on_every_rank
@@ -31,7 +31,7 @@ from fivefold.training.optimizers.trial import IMPLEMENTATION
 def gather(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
     """Every parameter by its Hugging Face name, whole, on the CPU of every rank; or its gradient, zeros without one.
     For a model with an adapter, the parameters of the adapter."""
-    check_parallel(model)
+    check_spread(model)
     return gathered(model, gradients=gradients)
 
 
@@ -43,7 +43,7 @@ def scatter(model: ParallelModel, values: Mapping[str, Tensor]) -> dict[str, Ten
     type. Names of another pipeline rank are left out. Raises `UserError` for a name that no parameter has, or a shape
     that is not its own.
     """
-    check_parallel(model)
+    check_spread(model)
     placement, named = state_of(model).placement, dict(model.named_parameters())
     for name, whole in values.items():
         if (spec := placement.shards.get(name)) is None or tuple(whole.shape) != spec.shape:

@@ -22,7 +22,7 @@ from fivefold.own_loop.batches import (
     refusal,
     some,
 )
-from fivefold.own_loop.model import ParallelModel, check_parallel, check_runs, own_loss
+from fivefold.own_loop.model import ParallelModel, check_parallel, check_runs, check_spread, own_loss
 from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import passes
 from fivefold.parallel.alike import check_alike, on_every_rank
@@ -102,7 +102,7 @@ def gradients(model: ParallelModel, batch: Batch | Sequence[Batch], *, loss: Los
 def clip_grad_norm_(model: ParallelModel, max_norm: float) -> Tensor:
     """Scale the gradients so that their norm over the whole model is at most `max_norm`. Returns the norm before that,
     the same on every rank (fp64). The equivalent of `torch.nn.utils.clip_grad_norm_`; `max_norm` inf: only the norm."""
-    check_parallel(model)
+    check_spread(model)
     if not (_is_number(max_norm) and max_norm > 0):
         raise UserError(f"max_norm {max_norm!r} is no norm to clip to", fix="a positive number")
     norm = all_reduce_sum(squared_norm(model)).sqrt()

@@ -39,9 +39,6 @@ class BestSteps(Part):
     def __init__(self) -> None:
         self._told = ""
 
-    def build(self, run: LiveRun) -> None:
-        run.progress.best = Best(run.config.eval.metric, run.config.eval.direction)
-
     def begin(self, run: LiveRun) -> None:
         options = run.config.eval
         run.progress.best, self._told = Best.resumed(run.resumed.state, options.metric, options.direction)

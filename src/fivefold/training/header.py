@@ -26,6 +26,7 @@ from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, PRECISION_OF
 from fivefold.parallel.state import state_of
 from fivefold.training import preflight, record, schedule
 from fivefold.training.display import Line
+from fivefold.training.own_parts import OwnPart
 from fivefold.training.part import LiveRun
 
 _FILES = ("metrics.jsonl", "samples.jsonl", "checkpoints/", "hf/", "tensorboard/", "logs/", "run.yaml")
@@ -238,10 +239,10 @@ def closing_lines(run: LiveRun, why: str) -> list[Line]:
     skipped = f"   {run.progress.skipped} steps skipped" if run.progress.skipped else ""
     there = [name for name in _FILES if (folder / name.rstrip("/")).exists()]
     best, is_kept = run.progress.best.step, run.progress.best.step in steps(folder / "checkpoints")
+    by_own_part = any(part.why_over(run) for part in run.parts if isinstance(part, OwnPart))
     commands = next_commands(
         run.config, step=run.step, total_steps=run.total_steps, best=best if is_kept else None,
-        converses=run.data.converses,
-        stopped_early=bool(run.why_stopped),
+        converses=run.data.converses, stopped_early=bool(run.why_stopped), by_own_part=by_own_part,
     )  # fmt: skip
     return [
         ("done", why or f"{val}{run.step} steps, {run.progress.tokens_seen:,} tokens{skipped}"),

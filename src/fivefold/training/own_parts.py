@@ -57,9 +57,9 @@ class OwnPart(Part):
         """Give an error of the user's code the line of its file."""
         try:
             yield
-        except (UserError, SystemExit):
+        except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit(0) would pass for the end of the run
             raise self._code.error(error, more=_MORE) from error
 
     def begin(self, run: LiveRun) -> None:
@@ -68,8 +68,15 @@ class OwnPart(Part):
         self._decide(run)
 
     def after_step(self, run: LiveRun, row: dict[str, Any]) -> None:
+        self._add("after_step", run, row)
+
+    def finish_step(self, run: LiveRun, row: dict[str, Any], *, owes: bool) -> None:
+        self._add("finish_step", run, row, owes=owes)
+
+    def _add(self, moment: str, run: LiveRun, row: dict[str, Any], **options: bool) -> None:
+        """Let the part add numbers to the row, and decide."""
         before = dict(row)
-        self._pass_on("after_step", run, row)
+        self._pass_on(moment, run, row, **options)
         for name in row:
             row[name] = row[name] if row[name] is before.get(name) else self._number(name, row[name])
         if changed := [name for name in before if name not in row or row[name] is not before[name]]:
@@ -89,10 +96,6 @@ class OwnPart(Part):
 
     def saves(self, run: LiveRun) -> bool:
         return self._saves
-
-    def finish_step(self, run: LiveRun, row: dict[str, Any], *, owes: bool) -> None:
-        if owes:
-            self.after_step(run, row)
 
     def state(self) -> Mapping[str, Any]:
         state = self._pass_on("state")

@@ -73,7 +73,7 @@ class LiveRun:
     config: RunConfig
     world: World  # `world.rank` of `world.size`, and the device
     data: PreparedData
-    model: Any  # the parallelized model of `transformers`
+    model: Any  # the parallelized model; `ff.gather`, `ff.scatter` and `ff.clip_grad_norm_` take it
     optimizer: torch.optim.Optimizer
     log: RunLog  # its outputs, which the first rank alone has
     costs: Costs  # FLOPs, and the number of parameters
@@ -235,7 +235,7 @@ class Part:
         """Called before a checkpoint is written, and `state` after it."""
 
     def leave(self, run: LiveRun) -> None:
-        """Called last, after the save; may raise, to end the run."""
+        """Called last of each step but the run's last, after its save if it has one; may raise, to end the run."""
 
     def finish_step(self, run: LiveRun, row: dict[str, Any], *, owes: bool) -> None:
         """Called in place of all these for a step that another start has done, but not written: its `row` is known.

@@ -148,6 +148,7 @@ def take_steps(run: LiveRun, read: Read = Tensor.tolist) -> None:
     with ExitStack() as around:
         for part in run.parts:
             around.enter_context(part.running(run))
+        around.push(lambda _, error, __: run.log.close(run.step, error))  # before parts end, which wait for a save
         if unfinished := run.resumed.unfinished:
             for part in run.parts:
                 part.finish_step(run, unfinished["row"], owes=unfinished["owes"])
@@ -173,9 +174,10 @@ def _step(run: LiveRun, batch: list[MicroBatch], waited: float, read: Read) -> N
     with ExitStack() as around:
         for part in run.parts:
             around.enter_context(part.in_step(run))
+        asked = [part.interrupts(run) for part in run.parts]  # of each: they may ask together
         result = train_step(
             run.model, run.optimizer, batch, learning_rate=rate, max_grad_norm=run.config.optimizer.max_grad_norm,
-            stop=any(part.interrupts(run) for part in run.parts), spec=run.specs.train, loss=run.specs.loss,
+            stop=any(asked), spec=run.specs.train, loss=run.specs.loss,
             read=read, before_update=partial(_before_update, run),
         )  # fmt: skip
     run.progress.step += 1

@@ -72,10 +72,11 @@ class RunLog:
         self.folder.remember("run.yaml", record.NAME)
 
     def close(self, step: int, error: BaseException | None) -> None:
-        """Record in the history how this start ended after `step` steps."""
+        """Record in the history, once, how this start ended after `step` steps."""
         if self._history:
             self._history.write("end", step, what="finished" if error is None else _how(error))
             self._history.close()
+            self._history = None
 
     def happened(self, event: str, step: int, what: str) -> None:
         """Record an event of this step in the history."""
