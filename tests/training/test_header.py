@@ -14,7 +14,7 @@ from fivefold.core.best import Best
 from fivefold.launch.folder import next_commands
 from fivefold.training import header
 from fivefold.training.own_parts import OwnPart
-from fivefold.training.part import Progress
+from fivefold.training.part import RunProgress
 
 
 class Rows:
@@ -26,9 +26,9 @@ class Rows:
 
 def job(config: RunConfig, *, step: int, device: str = "cpu", peak: float | None = None) -> Any:
     return SimpleNamespace(
-        config=config, step=step, total_steps=20, progress=Progress(last_eval=1.5, tokens_seen=1000), peak_tflops=peak,
-        world=SimpleNamespace(device=device), data=SimpleNamespace(train=Rows(), converses=False), why_stopped="",
-        parts=[],
+        config=config, step=step, total_steps=20, progress=RunProgress(last_eval=1.5, tokens_seen=1000),
+        peak_tflops=peak, world=SimpleNamespace(device=device), why_stopped="", parts=[],
+        data=SimpleNamespace(train=Rows(), converses=False),
     )  # fmt: skip
 
 

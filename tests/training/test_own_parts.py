@@ -20,7 +20,7 @@ from fivefold.training.checkpoints import Checkpoints
 from fivefold.training.checks import part as checks_part
 from fivefold.training.environment import Environment
 from fivefold.training.own_parts import own_parts
-from fivefold.training.part import Progress
+from fivefold.training.part import RunProgress
 from tests.training.bodies import Ran, Stopped, column, metrics, run_dir, run_file, same, state, train
 
 DOCS = Path(__file__).parents[2] / "docs" / "howto" / "parts.md"
@@ -285,18 +285,18 @@ def test_masks_of_dropout_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_held_step_gets_its_row_and_a_start_knows_whether_replicas_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, run = MagicMock(), MagicMock(step=4, total_steps=9)
-    parts.KeptRow(kept).after_step(run, {"eval/loss": 1.0})
+    parts.RowInMemory(kept).after_step(run, {"eval/loss": 1.0})
     kept.hold.assert_called_once_with(run, {"eval/loss": 1.0}, owes=False)
     outer = SimpleNamespace(is_on=True, is_due=lambda step: step % 2 == 0, have_met=False)
     monkeypatch.setattr(parts, "state_of", lambda model: SimpleNamespace(outer=outer))
     for run.step, expected in ((4, True), (5, False), (9, True)):
-        parts.OuterSteps().begin(run)
+        parts.OuterUpdates().begin(run)
         assert outer.have_met == expected
 
 
 def test_all_counters_come_back() -> None:
-    after = Progress()
-    after.load(Progress(tokens_seen=7, skipped=5, in_a_row=2).counters())
+    after = RunProgress()
+    after.load(RunProgress(tokens_seen=7, skipped=5, in_a_row=2).counters())
     assert (after.tokens_seen, after.skipped, after.in_a_row) == (7, 5, 2)
 
 
@@ -343,7 +343,8 @@ def test_the_order_of_the_parts() -> None:
     config = load_config(None, ["sample.every=0"])
     found = parts.parts_of(config, None, None, None, Environment())  # type: ignore[arg-type]
     assert [type(part).__name__ for part in found] == [
-        "OuterSteps", "DropoutSteps", "SlotTimes", "BlocksNotCompiled", "KeptStep", "Evaluation", "BestSteps",
-        "KeptRow", "Rows", "FiniteSteps", "StandingChecks", "Samples", "Stragglers", "Checkpoints", "HuggingFaceFolder",
+        "OuterUpdates", "DropoutSteps", "SlotTimes", "BlocksNotCompiled", "StepInMemory", "Evaluation", "BestSteps",
+        "RowInMemory", "MetricsRows", "FiniteSteps", "StandingChecks", "Samples", "Stragglers", "Checkpoints",
+        "HuggingFaceFolder",
         "Interrupts", "Trial",
     ]  # fmt: skip

@@ -4,7 +4,9 @@
 parts. `parts.py` has the list of them, and users add their own: `train.parts` of the run file.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +30,7 @@ from fivefold.training.step import StepResult
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """How far a run has come. `step`: steps done. `tokens_seen`: input tokens without padding. `skipped`: steps without
     an update, `in_a_row` of them up to the last one. `best`: the best validations. `last_eval`: loss of the last
     evaluation of this start."""
@@ -80,7 +82,7 @@ class LiveRun:
     total_steps: int
     specs: ObjectiveSpecs  # what it minimises
     parts: Sequence["Part"]  # called in this order at the moments of a step
-    progress: Progress = field(default_factory=Progress)  # its counters
+    progress: RunProgress = field(default_factory=RunProgress)  # its counters
     resumed: Resumed = field(default_factory=Resumed)  # the checkpoint that it goes on from
 
     @property
@@ -121,6 +123,18 @@ class LiveRun:
         rows = self.data.train.batch(step, global_batch_size=size, balance=balance, **self._share)
         teacher = self.specs.teacher
         return rows if teacher is None else [teacher.beside(row) for row in rows]
+
+    def batches(self) -> Generator[tuple[list[MicroBatch], float]]:
+        """Yield this rank's micro batches from the current step on, with the seconds spent waiting for them."""
+        with ThreadPoolExecutor(1) as ahead:
+            after: Future[list[MicroBatch]] = ahead.submit(self.batch, self.step)
+            for step in range(self.step, self.total_steps):
+                asked = time.perf_counter()
+                batch = after.result()
+                waited = time.perf_counter() - asked
+                if step + 1 < self.total_steps:
+                    after = ahead.submit(self.batch, step + 1)
+                yield batch, waited
 
     @property
     def _share(self) -> dict[str, Any]:

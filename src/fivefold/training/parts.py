@@ -42,9 +42,9 @@ def parts_of(
     """The parts of a run, in the order in which they are called at each moment. `model`: on the meta device. `of_node`:
     see `train`. Raises `UserError`."""
     checks, checkpoints = StandingChecks(), Checkpoints(environment, of_node)
-    kept = KeptStep(checkpoints)
+    kept = StepInMemory(checkpoints)
     return [
-        OuterSteps(),  # replicas meet before anything looks at the weights of a step
+        OuterUpdates(),  # replicas meet before anything looks at the weights of a step
         DropoutSteps(),
         SlotTimes(environment),
         BlocksNotCompiled(),
@@ -52,8 +52,8 @@ def parts_of(
         Evaluation(),
         BestSteps(),
         *own_parts(config),  # may add to the row, in which the evaluation is
-        KeptRow(kept),
-        Rows(memory),
+        RowInMemory(kept),
+        MetricsRows(memory),
         FiniteSteps(),  # ends the run once the row is written
         checks,  # within the times of the slots
         Samples(config, model, data),
@@ -65,7 +65,7 @@ def parts_of(
     ]
 
 
-class OuterSteps(Part):
+class OuterUpdates(Part):
     """Replicas that train apart meet every `outer.every` steps, and after the last."""
 
     def build(self, run: LiveRun) -> None:
@@ -112,7 +112,7 @@ class BlocksNotCompiled(Part):
             run.log.display.note(f"step {run.step}: {line}")
 
 
-class KeptStep(Part):
+class StepInMemory(Part):
     """Holds the last whole step in memory, which is kept if other nodes go."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -151,10 +151,10 @@ def _held(run: LiveRun, row: Mapping[str, Any], *, owes: bool) -> HeldStep:
     return HeldStep(run.step, run.state(), run.progress.best, dict(row), owes)
 
 
-class KeptRow(Part):
+class RowInMemory(Part):
     """Adds what follows a step to the one that is held: its evaluation, and its row as it will be written."""
 
-    def __init__(self, kept: KeptStep) -> None:
+    def __init__(self, kept: StepInMemory) -> None:
         self._kept = kept
 
     def begin(self, run: LiveRun) -> None:
@@ -168,7 +168,7 @@ class KeptRow(Part):
         self.after_step(run, row)
 
 
-class Rows(Part):
+class MetricsRows(Part):
     """Writes and shows the rows of metrics, and tells them to callbacks of Python."""
 
     def __init__(self, memory: PeakMemory) -> None:

@@ -5,9 +5,8 @@ The same code runs on one CPU and on many GPUs. What a run does besides its step
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -155,7 +154,7 @@ def take_steps(run: LiveRun, read: Read = Tensor.tolist) -> None:
         if run.is_over:
             _end(run, run.why_stopped or f"this run is finished: {run.step} of {run.total_steps} steps are done")
             return
-        for batch, waited in _batches(run, around.enter_context(ThreadPoolExecutor(1))):
+        for batch, waited in around.enter_context(closing(run.batches())):
             _step(run, batch, waited, read)
             if run.is_over:
                 break
@@ -192,18 +191,6 @@ def _step(run: LiveRun, batch: list[MicroBatch], waited: float, read: Read) -> N
 def _before_update(run: LiveRun) -> None:
     for part in run.parts:
         part.before_update(run)
-
-
-def _batches(run: LiveRun, ahead: ThreadPoolExecutor) -> Iterator[tuple[list[MicroBatch], float]]:
-    """Yield this rank's micro batches from the current step on, with the seconds spent waiting for them."""
-    after: Future[list[MicroBatch]] = ahead.submit(run.batch, run.step)
-    for step in range(run.step, run.total_steps):
-        asked = time.perf_counter()
-        batch = after.result()
-        waited = time.perf_counter() - asked
-        if step + 1 < run.total_steps:
-            after = ahead.submit(run.batch, step + 1)
-        yield batch, waited
 
 
 def _end(run: LiveRun, why: str) -> None:
