@@ -48,7 +48,7 @@ FOLDS = {"tensor", "context", "pipeline", "experts", "balance", "partition", "cp
 
 # Files that name fp8 outside of its folder.
 NAME_FP8 = {
-    *(f"parallel/{name}.py" for name in ("apply", "calls", "features", "layout", "lower", "state")),  # list all features
+    *(f"parallel/{name}.py" for name in ("apply", "calls", "features", "layout", "lower", "state")),  # lists of all
     "planner/price.py",  # keys that make no difference to a layer
     *("training/header.py", "verification/reference.py"),  # the same: lines of a header, what a reference does by hand
     "parallel/adapters/spec.py",  # a rule of the reference's pages, in words
