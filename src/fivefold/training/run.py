@@ -126,6 +126,7 @@ def build(
     stack.callback(log.folder.release)
     checkpoint.on_first_rank(log.folder.take)
     run = LiveRun(config, world, data, model, optimizer, log, costs, total_steps, specs, parts)
+    log.began = time.monotonic()
     for part in parts:
         part.build(run)
     record.write(model, run.config, device=world.device, parameters=costs.parameters, room=log.folder.room)
