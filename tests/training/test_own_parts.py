@@ -114,6 +114,20 @@ def test_a_part_that_reads_changes_no_bit_and_its_state_survives_a_kill(layout: 
 
 
 @pytest.mark.full
+def test_the_plateau_of_the_docs_ends_a_run_also_after_a_kill(tmp_path: Path) -> None:
+    source = (
+        DOCS.read_text().split("```python\n")[1].partition("```")[0].replace(">= 200", ">= 3").replace("% 10", "% 1")
+    )
+    rising: dict[str, Any] = {"optimizer__learning_rate": 1e-30, "scheduler__warmup_steps": 0, "train__max_steps": 30}
+    tree = with_parts(tmp_path, source, "Plateau", **rising, checkpoint__every=2)
+    assert isinstance(train(tree, stop_at=4).error, Stopped)
+    ran = train(tree)
+    assert ran.error is None and "done     no progress for 3 steps" in ran.screen
+    losses, since = column(tree, "train/loss"), column(tree, "mine/steps_without_progress")
+    assert len(losses) < 30 and since[-3:] == [1, 2, 3] and losses[-4] == min(losses)
+
+
+@pytest.mark.full
 def test_the_average_of_the_docs_goes_on_under_another_layout(tmp_path: Path) -> None:
     source = DOCS.read_text().split("```python\n")[2].partition("```")[0].replace("% 10", "% 1")
     options: dict[str, Any] = {"checkpoint__every": 2, "train__max_steps": 4, "layout__dp_shard": 1}
