@@ -36,6 +36,7 @@ from fivefold.core.model_limits import UNKNOWN, ModelLimits
 from fivefold.core.named_code import NamedCode
 from fivefold.core.objectives import OBJECTIVES, OF_TEXTS
 from fivefold.core.optimizers import OPTIMIZERS, with_key
+from fivefold.core.schedules import SCHEDULES
 from fivefold.core.shapes import shape_folder
 from fivefold.core.state_dtypes import StateDtype
 from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_nodes, parse_steps
@@ -543,8 +544,10 @@ class OptimizerSection(Section):
 
 
 class SchedulerSection(Section):
-    name: Literal["cosine", "linear", "wsd", "constant"] = Field(
-        default="cosine", description="shape after the warm-up"
+    name: Annotated[str, AfterValidator(lambda name: _known(SCHEDULES, name))] = Field(
+        default="cosine",
+        description="shape after the warm-up; wsd: constant, then linear over the last tenth of the run",
+        json_schema_extra={"enum": list(SCHEDULES), "type": "string"},
     )
     warmup_steps: Steps = Field(
         default="auto",

@@ -2,12 +2,12 @@
 to advance twice."""
 
 from fractions import Fraction
-from math import ceil, cos, pi
+from math import ceil
 
 from fivefold.config import RunConfig
+from fivefold.core.schedules import SCHEDULES
 from fivefold.data.prepare import PreparedData
 
-WSD_DECAY = 0.1  # the last tenth of the run decays (MiniCPM, arXiv:2404.06395)
 _WARMUP_STEPS, _WARMUP_PART = 100, Fraction(1, 20)  # `auto` takes the smaller of the two
 
 
@@ -17,19 +17,13 @@ def learning_rate(
     """The rate of optimizer step `step` (0 is the first).
 
     The warm-up rises linearly from `peak / warmup_steps` and reaches `peak` at its last step. After it, the rate is
-    that of the schedulers of `transformers` at the same step (docs/explain/learning_rate.md). `constant` stays there.
-    `cosine` and `linear` decay from the step after the warm-up, `wsd` linearly over the last tenth of the run. They
-    would reach `min_lr_ratio * peak` one step after the last, so no step has a rate of 0.
+    that of the schedulers of `transformers` at the same step (docs/explain/learning_rate.md). Those that decay would
+    reach `min_lr_ratio * peak` one step after the last, so no step has a rate of 0.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    decay = max(1, round(WSD_DECAY * total_steps)) if name == "wsd" else total_steps
-    start = max(warmup_steps, total_steps - decay)
-    if name == "constant" or step <= start:
-        return peak
-    done = min(1.0, (step - start) / max(1, total_steps - start))
-    left = (1 + cos(pi * done)) / 2 if name == "cosine" else 1 - done
-    return peak * (min_lr_ratio + (1 - min_lr_ratio) * left)
+    left = SCHEDULES[name](step, warmup_steps, total_steps)
+    return peak if left == 1 else peak * (min_lr_ratio + (1 - min_lr_ratio) * left)
 
 
 def total_steps(config: RunConfig, data: PreparedData) -> int:
