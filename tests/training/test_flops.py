@@ -16,7 +16,7 @@ from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
 from fivefold.training import metrics
 from fivefold.training.flops import measured_tflops
-from fivefold.training.part import LiveRun
+from fivefold.training.part import LiveRun, RunProgress
 
 PEAKS = {
     "NVIDIA GB300": 2500.0,
@@ -94,6 +94,7 @@ def test_the_matmul_rate_of_a_cpu_is_that_of_its_calibration_file(tmp_path: Path
     assert rates == pytest.approx([0.4, 0.2, 0.1, 0.05])
     job: Any = Mock(
         spec=LiveRun,
+        progress=RunProgress(),
         config=RunConfig.model_validate({"layout": {"hardware": str(file)}, "precision": {"compute": "fp32"}}),
     )
     job.world = World(rank=0, size=8, local_rank=0, local_size=2)

@@ -99,6 +99,8 @@ class ChatTemplate:
         those of the last; None if the template does not take a conversation of two questions."""
         try:
             text, spans = self.answers([{"role": role, "content": "ok"} for role in ("user", "assistant")] * 2)
+        except Endless:
+            raise
         except UserError:
             return None
         early, last = (text[spans[at][0][0] : spans[at][-1][1]].rpartition("ok")[2].strip() for at in (1, 3))
@@ -106,7 +108,10 @@ class ChatTemplate:
 
     def remarks(self) -> Iterator[str]:
         """Lines about answers whose end is not trained, or is no token, or the marker of another turn."""
-        early, last = self.ends or ("unknown", "")
+        try:
+            early, last = self.ends or ("unknown", "")
+        except Endless:  # which other conversations need not be
+            return
         if not early:
             how = "put it into {% generation %}" if _ENCLOSES.search(self.text()) else "write {{ eos_token }} there"
             yield f"the end of an answer that another turn follows is not trained: {self.name} writes none; {how}"

@@ -51,7 +51,7 @@ _PHASES = (
     ("training/evaluation.py", "measure", "an evaluation"),
     ("training/step.py", "mean_loss", "an evaluation"),
     ("training/samples.py", "draw", "a sample"),
-    ("training/checks/", "after_step", "the standing checks"),
+    ("training/checks/part.py", "after_step", "the standing checks"),
     ("torch/autograd/", "backward", "backward"),
     ("torch/autograd/", "_engine_run_backward", "backward"),
     ("training/step.py", "gradients", "forward"),
