@@ -64,7 +64,7 @@ def beside(out: Path) -> Iterator[Path]:
     """A new folder next to `out`, to be filled and moved to `out`; removed if it still exists at the end. Raises
     `RunFailed` for errors while it is written, or `UserError` if the folder is at fault."""
     temporary = out.with_name(f".tmp-{out.name}")
-    with suppress(FileNotFoundError), _held(temporary):  # of an export that was killed
+    with suppress(OSError), _held(temporary):  # of an export that was killed
         shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
