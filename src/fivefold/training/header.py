@@ -1,6 +1,6 @@
 """The text around a run: a description before the first step, and where everything is after the last."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from fivefold.config import RunConfig
 from fivefold.core import history
 from fivefold.core.history import History, changes
-from fivefold.core.named_code import NamedCode
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.step_folders import steps
 from fivefold.core.units import GIB, human, human_bytes, many
@@ -26,6 +25,7 @@ from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, PRECISION_OF
 from fivefold.parallel.state import state_of
 from fivefold.training import preflight, record, schedule
 from fivefold.training.display import Line
+from fivefold.training.optimizers import rule_for
 from fivefold.training.own_parts import OwnPart
 from fivefold.training.part import LiveRun
 
@@ -55,9 +55,16 @@ def _about_this_start(run: LiveRun) -> dict[str, Any]:
         "resumed": run.resumed.where,
         "damages": list(run.resumed.damages),
         "schedule": run.schedule,
-        "code": {key: NamedCode.read(text, key).digest for key, text in run.config.code.items()},
+        "code": {key: digest for key, digest in _digests(run) if digest},
         "data": asdict(run.data.counts) | {"vocabulary": run.data.tokenizer.vocab_size},
     }
+
+
+def _digests(run: LiveRun) -> Iterator[tuple[str, str]]:
+    """The hashes of the files of the user's own, as they were run; "" where there is none."""
+    yield "objective.path", run.specs.loss.digest if run.specs.loss else ""
+    yield "optimizer.path", rule_for(run.config.optimizer).digest
+    yield from ((part.key, part.digest) for part in run.parts if isinstance(part, OwnPart))
 
 
 def lines(run: LiveRun, about: Mapping[str, Any], *, attention: str) -> list[Line]:

@@ -30,12 +30,12 @@ class OwnPart(Part):
     """Passes each moment on to a part of the user's own.
 
     Errors name the line of the file. What the first rank's part decides holds for all ranks, and numbers that it adds
-    to a row are numbers that files and trackers take.
+    to a row are numbers that files and trackers take. `key`, `digest`: of its file, as it was run.
     """
 
     def __init__(self, code: NamedCode, key: str) -> None:
         """Raises `UserError` if the file does not make a part."""
-        self._code, self._key, self._why, self._saves = code, key, "", False
+        self._code, self.key, self.digest, self._why, self._saves = code, key, code.digest, "", False
         with self._named():
             self._part = code.load()()
         if not isinstance(self._part, Part):
@@ -80,7 +80,7 @@ class OwnPart(Part):
         for name in row:
             row[name] = row[name] if row[name] is before.get(name) else self._number(name, row[name])
         if changed := [name for name in before if name not in row or row[name] is not before[name]]:
-            what = f"{self._key}: {self.name} changes {changed[0]} of the row, which the run has measured"
+            what = f"{self.key}: {self.name} changes {changed[0]} of the row, which the run has measured"
             raise UserError(what, fix=f"add a number of another name: mine/{changed[0]}", more=_MORE)
         self._decide(run)
 
@@ -107,6 +107,6 @@ class OwnPart(Part):
         try:
             number = value if isinstance(value, bool | int) else float(value)
         except (TypeError, ValueError) as error:
-            what = f"{self._key}: {self.name} adds {name} to the row, a {type(value).__name__}, which is no number"
+            what = f"{self.key}: {self.name} adds {name} to the row, a {type(value).__name__}, which is no number"
             raise UserError(what, fix="add numbers", more=_MORE) from error
         return number if math.isfinite(number) else None
