@@ -309,7 +309,7 @@ def test_a_run_beside_four_bits(tmp_path: Path) -> None:
         for name in ("alone", "moved")
     ]
     ran = train(trees[0])
-    assert ran.error is None and "the others frozen and in four bits (NF4)" in ran.screen
+    assert ran.error is None and "the others lie in four bits (NF4)" in ran.screen
     assert isinstance(train(trees[1], stop_at=3).error, Stopped)
     assert train({**trees[1], "layout": {"dp_shard": 2, "tp": 2}}, 4).error is None
     assert column(trees[1], "train/loss") == pytest.approx(column(trees[0], "train/loss"), rel=1e-3)
