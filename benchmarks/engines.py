@@ -25,12 +25,11 @@ from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.policy import budget_bytes
 from fivefold.parallel.stage_plan import stage_plan
 from fivefold.planner.budget import Parts
-from fivefold.planner.compute import Product, attention_seconds, matmul_seconds, traffic_seconds
 from fivefold.planner.estimate import Estimate, Step, Workload, resolved
 from fivefold.planner.parts import ITEMS, Content, Prices, Seconds, Shards
 from fivefold.planner.price import AXES, Forward, PriceList, Pricing, of_passes
 from fivefold.planner.rank_memory import GATHERED, SAVED, WAITING, all_units, in_flight_bytes, state_bytes
-from fivefold.planner.traits import Traits
+from fivefold.planner.timing import Product, Traits, attention_seconds, matmul_seconds, traffic_seconds
 
 Splits = tuple[tuple[int, int], ...]  # [first, end) of each stage's layers
 TP = ITEMS.index("tp")

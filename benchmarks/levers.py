@@ -25,8 +25,8 @@ from fivefold.config import RunConfig, load_config
 from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
+from fivefold.planner.of_run import planned
 from fivefold.planner.rank_memory import OUTSIDE
-from fivefold.planner.relief import planned
 
 RESULTS = Path(__file__).parent / "results" / "levers.json"
 PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "memory.md"

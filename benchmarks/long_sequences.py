@@ -27,9 +27,9 @@ from benchmarks.planned_memory import prices
 from fivefold.core.errors import UserError
 from fivefold.core.units import GIB
 from fivefold.parallel.layout import Layout
-from fivefold.planner.answers import answer
 from fivefold.planner.estimate import Estimate, Workload
 from fivefold.planner.inverse import longest_sequence
+from fivefold.planner.search import search
 
 RESULTS = Path(__file__).parent / "results" / "long_sequences.json"
 PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "long_sequences.md"
@@ -135,7 +135,7 @@ def cells() -> Iterator[Cell]:
 def best(model: str, devices: int, length: int) -> Estimate | None:
     """The layout that the planner chooses."""
     try:
-        found = answer(_prices(model, devices), Workload(length, TOKENS // length), top=1)
+        found = search(_prices(model, devices), Workload(length, TOKENS // length), top=1)
     except UserError:  # fewer rows than the smallest layout deals out
         return None
     return found.best[0] if found.best else None

@@ -1,9 +1,9 @@
-"""How long `fivefold plan` takes: its search on one core, and the whole command, asked for the first time and again.
+"""How long `fivefold plan` takes: its search on one core, and the whole command.
 
     python -m benchmarks.plan_speed [--write benchmarks/results/plan_speed.json]
 
-Each question runs in a process of its own, with a cache that is empty the first time. Of the search, processor seconds
-are told; of the command, seconds on the clock, which mean nothing beside other work, and processor seconds.
+Each question runs in a process of its own, with an empty cache. Of the search, processor seconds are told; of the
+command, seconds on the clock, which mean nothing beside other work, and processor seconds.
 """
 
 import argparse
@@ -24,7 +24,6 @@ QUESTIONS = (
     ("llama-3.1-405b", "2048x8xH100", 8192, 16384),
     ("llama-3.1-405b", "2048x8xH100", 8192, 65536),
 )
-PAGE = QUESTIONS[0]  # with --html
 SEARCH = """
 import json, sys, time
 from fivefold.planner.estimate import Workload
@@ -47,29 +46,25 @@ def spent(command: list[str], cache: str) -> tuple[str, dict[str, float]]:
     return said, {"clock_seconds": round(clock, 2), "processor_seconds": round(processor, 2)}
 
 
-def measured(question: tuple[str, str, int, int], folder: str, *, with_page: bool) -> dict[str, Any]:
-    """Of one question: the search alone, then the command twice."""
+def measured(question: tuple[str, str, int, int]) -> dict[str, Any]:
+    """Of one question: the command, then the search alone."""
     model, cluster, length, rows = question
     command = ["-m", "fivefold", "plan", model, "--cluster", cluster, "--seq-length", str(length)]
-    command += ["--global-batch-size", str(rows)] + ["--html", f"{folder}/plan.html"] * with_page
+    command += ["--global-batch-size", str(rows)]
     with tempfile.TemporaryDirectory() as cache:
-        _, first = spent(command, cache)
-        _, again = spent(command, cache)
-        found = {"model": model, "cluster": cluster, "rows": rows, "html": with_page, "first": first, "again": again}
-        if not with_page:
-            legal, seconds = json.loads(spent(["-c", SEARCH, json.dumps(question)], cache)[0])
-            found |= {"layouts": legal, "search_processor_seconds": round(seconds, 2)}
-    return found
+        _, whole = spent(command, cache)
+        legal, seconds = json.loads(spent(["-c", SEARCH, json.dumps(question)], cache)[0])
+    of_search = {"layouts": legal, "search_processor_seconds": round(seconds, 2)}
+    return {"model": model, "cluster": cluster, "rows": rows, "command": whole, **of_search}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path)
     file, results = parser.parse_args().write, []
-    with tempfile.TemporaryDirectory() as folder:
-        for question, with_page in (*((each, False) for each in QUESTIONS), (PAGE, True)):
-            results.append(measured(question, folder, with_page=with_page))
-            print(json.dumps(results[-1]), flush=True)
+    for question in QUESTIONS:
+        results.append(measured(question))
+        print(json.dumps(results[-1]), flush=True)
     if file:
         file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 

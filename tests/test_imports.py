@@ -52,7 +52,7 @@ NAME_FP8 = {
     "planner/price.py",  # keys that make no difference to a layer
     *("training/header.py", "verification/reference.py"),  # the same: lines of a header, what a reference does by hand
     "parallel/adapters/spec.py",  # a rule of the reference's pages, in words
-    *("hardware/chip.py", "planner/compute.py"),  # rates and bytes by dtype
+    *("hardware/chip.py", "planner/timing.py"),  # rates and bytes by dtype
     *("torch_internals.py", "models/hf_internals.py"),  # interfaces of torch and transformers
     *("api.py", "cli/compare.py", "comparison/configurations.py"),  # an example for users
 }

@@ -28,7 +28,7 @@ NAMED = {
     "pipeline": (r"parallel\.pipeline|pp_schedule|pp_virtual|pp_split", r"parallel/pipeline/", 18),
     "recompute": (r"recompute", r"parallel/recompute/", 24),
     "tensor": (r"parallel\.tensor|sequence_parallel|tensor_?parallel", r"parallel/tensor/", 33),
-    "best": (r"best_step|keep_best|\bbest\b|early_stop|check_best", r"core/best|training/evaluation", 32),
+    "best": (r"best_step|keep_best|\bbest\b|early_stop|check_best", r"core/best|training/evaluation", 29),
     "checks": (r"check_every|training\.checks|Checks\b", r"training/checks/", 3),
     "elastic": (r"elastic|node_range|OthersGone", r"training/nodes|launch/(nodes|meeting)", 8),
     "evaluation": (r"evaluat|\beval\b", r"evaluation/|training/evaluation", 28),

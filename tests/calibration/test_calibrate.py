@@ -20,8 +20,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.launch import once
 from fivefold.launch.failure import WorkerDied
 from fivefold.parallel.collectives import Call
-from fivefold.planner.compute import Product, attention_seconds, matmul_seconds
-from fivefold.planner.links import seconds
+from fivefold.planner.timing import Product, attention_seconds, collective_seconds, matmul_seconds
 from tests.commands import fivefold
 
 TINY = Sizes(rows=(16, 64), widths=(32, 64, 128), lengths=(32,), traffic=2**16, messages=(2**12, 2**16), seconds=1e-4)
@@ -45,7 +44,7 @@ def found_on(cluster: Cluster) -> Found:
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
             for size in (2**12, 2**18, 2**26):
                 call = Call(axis="", kind=kind, bytes=size, phase="forward")
-                yield kind, size, seconds(cluster, span, call) - meeting * (kind != "send")
+                yield kind, size, collective_seconds(cluster, span, call) - meeting * (kind != "send")
 
     def between_nodes() -> dict[str, Any]:
         if cluster.nodes == 1:

@@ -14,9 +14,9 @@ from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.recompute.budget import within_budget
-from fivefold.planner.auto import chosen
 from fivefold.planner.estimate import TIGHT, Step, Workload
 from fivefold.planner.explain import budgeted, cures
+from fivefold.planner.of_run import chosen
 from fivefold.planner.plan import planned
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import MATMULS, OUTSIDE

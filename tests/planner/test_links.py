@@ -7,7 +7,7 @@ import pytest
 
 from fivefold.hardware.cluster import Cluster, Span
 from fivefold.parallel.collectives import Call
-from fivefold.planner.links import seconds
+from fivefold.planner.timing import collective_seconds
 
 
 def cluster(text: str = "2x4xH100", rails: int = 0, decay: float = 0.0) -> Cluster:
@@ -18,7 +18,7 @@ def cluster(text: str = "2x4xH100", rails: int = 0, decay: float = 0.0) -> Clust
 
 
 def microseconds(of: Cluster, kind: str, span: Span) -> float:
-    return 1e6 * seconds(of, span, Call(axis="", kind=kind, bytes=8_000_000, phase="forward"))
+    return 1e6 * collective_seconds(of, span, Call(axis="", kind=kind, bytes=8_000_000, phase="forward"))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,13 +13,14 @@ from fivefold.config import load_config
 from fivefold.core.shapes import shape_folder
 from fivefold.core.units import GIB
 from fivefold.parallel.layout import Layout
-from fivefold.planner import drawings, plan, report
-from fivefold.planner.answers import answer
+from fivefold.planner import plan, report
 from fivefold.planner.estimate import Item, Workload
 from fivefold.planner.plan import run_file
 from fivefold.planner.rank_memory import MATMULS, OUTSIDE
 from fivefold.planner.report import PlanReport
 from fivefold.report.findings import On
+from fivefold.report.render import to_html
+from tests.report.html import asks_for_nothing
 
 WORKLOAD = {"seq_length": 2048, "global_batch_size": 16}
 SHORT = ("--seq-length", "300", "--global-batch-size", "1")
@@ -192,21 +192,6 @@ def test_the_fewest_devices_and_what_tokens_cost(capsys: pytest.CaptureFixture[s
     assert run("llama-3.1-8b", "--cluster", "4x8xA100-40", *asked, "--layout", "tp8") == 2
 
 
-@pytest.mark.parametrize("question", [(), ("--fewest-devices",), ("--layout", "shard2")])
-def test_what_is_known_is_not_read_where_nobody_wants_it(
-    question: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = list[bool]()
-
-    def answered(*known: Any, anew: bool, **more: Any) -> Any:
-        asked.append(anew)
-        return answer(*known, anew=anew, **more)
-
-    monkeypatch.setattr(plan, "answer", answered)
-    run(*SMALL, *question, "--no-cache")
-    assert asked == [True]
-
-
 def test_a_price_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     """Infinity would be no JSON."""
     for price in ("inf", "nan", "-1"):
@@ -277,7 +262,7 @@ def test_the_page_has_a_row_for_each_question() -> None:
         for file in (ROOT / "docs").rglob("*.md")
     }
     assert [name for name, text in pages.items() if re.search(r"^(<{7}|={7}|>{7})", text, re.MULTILINE)] == []
-    options = ["layout", "max-seq-length", "fewest-devices", "price", "write", "no-cache", "html", "json"]
+    options = ["layout", "max-seq-length", "fewest-devices", "price", "write", "html", "json"]
     cells = re.findall(r"^\| (`--.*?) \|", pages["howto/plan.md"], re.MULTILINE)
     assert [name for name in options if " ".join(cells).count(f"`--{name}") != 1] == []
 
@@ -296,12 +281,12 @@ def test_the_page_shows_what_the_command_prints(
 def test_the_page_has_axes_one_colour_per_item_and_its_assumptions_in_a_table() -> None:
     found = plan.planned("llama-3.1-8b", "1x8xH100", Workload(4096, 32), top=4)
     time, memory = (
-        drawings.stacks(found.estimates, part, unit, factor, None)
+        report._stacks(found.estimates, part, unit, factor, None)
         for part, unit, factor in (("time", "s", 1.0), ("memory", "GiB", 1 / GIB))
     )
     for figure, unit in ((time, "s"), (memory, "GiB")):
         assert len(figure.ticks) > 2 and all(label.endswith(f" {unit}") for _, label in figure.ticks)
-    fills = [{fill for fill, _ in figure.words if fill != drawings.REST} for figure in (time, memory)]
+    fills = [{fill for fill, _ in figure.words if fill != report.REST} for figure in (time, memory)]
     assert not fills[0] & fills[1]
     tables = [part for section in found.findings().shown_on(On.PAGE) for part in section.parts if part.shape == "table"]
     rows = [[cell.text for cell in row.cells] for table in tables for row in table.rows]
@@ -316,3 +301,21 @@ def test_a_run_file_of_a_shape_says_that_its_weights_are_random(tmp_path: Path) 
     said = plan.without_weights("llama-3.1-8b", file)
     assert "RANDOM" in said and "model.init=pretrained model.name_or_path=" in said
     assert plan.without_weights("someone/model", file) == ""
+
+
+def test_the_page_draws_time_and_memory(tmp_path: Path) -> None:
+    asked = ["--seq-length", "1k", "--global-batch-size", "8", "--top", "2", "--html", str(tmp_path / "plan.html")]
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "qwen3-0.6b", "--cluster", "2xH100", *asked])
+    text = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    asks_for_nothing(text)
+    drawn = ("Time of a step", "Memory of the fullest device")
+    assert all(said in text for said in drawn) and "NaN" not in text and "nan" not in text.split("<body")[1]
+
+
+def test_the_page_says_that_a_few_micro_batches_of_a_step_are_drawn(tmp_path: Path) -> None:
+    """Their bubble is 3 of 15 slots, and that of the step 3 of 67."""
+    found = plan.planned("qwen3-0.6b", "4xH100", Workload(1024, 64), layout="pp4+mb1")
+    text = to_html(found.findings())
+    assert all(f"({row.step_seconds_interval[0]:.3g} to " in text for row in found.rows)
+    assert "with 12 of the 64 micro batches of a step" in text and "% of the time" not in text

@@ -18,8 +18,7 @@ from fivefold.core.units import GIB
 from fivefold.hardware.chip import LEAST, Chip
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.collectives import Call
-from fivefold.planner.compute import Product, matmul_seconds
-from fivefold.planner.links import seconds
+from fivefold.planner.timing import Product, collective_seconds, matmul_seconds
 
 Table = dict[str, Any]
 
@@ -191,7 +190,7 @@ def _priced(cluster: Cluster, tier: str, of: Collective) -> float:
 def _seconds(cluster: Cluster, ranks: range, of: Collective) -> float:
     """Price a collective over these ranks."""
     kind, size, _ = of
-    return seconds(cluster, cluster.tier_of(ranks), Call(axis="", kind=kind, bytes=size, phase="forward"))
+    return collective_seconds(cluster, cluster.tier_of(ranks), Call(axis="", kind=kind, bytes=size, phase="forward"))
 
 
 def _positive(columns: np.ndarray) -> tuple[float, float]:

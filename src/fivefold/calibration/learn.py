@@ -22,10 +22,9 @@ from fivefold.core.files import expanded
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.layout import Layout
 from fivefold.planner import doubt
-from fivefold.planner.auto import facts_of_run, workload_of
 from fivefold.planner.doubt import LIKELY, terms
 from fivefold.planner.estimate import Estimate, estimate
-from fivefold.planner.of_run import cluster_of, vocabulary_of
+from fivefold.planner.of_run import cluster_of, facts_of_run, vocabulary_of, workload_of
 from fivefold.planner.price import PriceList
 from fivefold.report.table import Report
 

@@ -55,7 +55,6 @@ def plan(
     ] = None,
     json: Json = None,
     html: Html = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Search anew what was asked before.")] = False,
     debug: Debug = False,
 ) -> None:
     """Find the layout for a cluster, with its memory and time, before anything runs.
@@ -80,9 +79,9 @@ def plan(
     if max_seq_length:
         report = planner.longest(model, cluster, workload, layout=layout)
     elif fewest_devices:
-        report = planner.fewest(model, cluster, workload, top=top, anew=no_cache)
+        report = planner.fewest(model, cluster, workload, top=top)
     else:
-        report = planner.planned(model, cluster, workload, layout=layout, top=top, anew=no_cache)
+        report = planner.planned(model, cluster, workload, layout=layout, top=top)
     if price is not None:
         report = planner.priced(report, price)
     if mtbf is not None:
@@ -96,9 +95,6 @@ def plan(
         )
         lines = filter(None, (wrote, planner.without_weights(model, write_to)))
         report = replace(report, closing="\n".join((report.closing, *lines)))
-    if html and not max_seq_length:
-        sweeps = planner.sweeps_of(model, report.estimates[0].cluster, workload, anew=no_cache)
-        report = replace(report, sweeps=sweeps)
     write_with_page(report, json=json, html=html)
     if not report.ok:
         raise typer.Exit(1)

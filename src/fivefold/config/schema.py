@@ -803,7 +803,7 @@ class RunConfig(Section):
 
     @property
     def is_automatic(self) -> bool:
-        """True if the planner is to choose the layout (`planner/auto.py`)."""
+        """True if the planner is to choose the layout (`planner/of_run.py`)."""
         return bool(self.layout_section.auto)
 
     @property

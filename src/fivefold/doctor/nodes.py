@@ -22,7 +22,7 @@ from fivefold.launch.world import device_kind, find_world
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import RankGrid
-from fivefold.planner.links import seconds as expected_seconds
+from fivefold.planner.timing import collective_seconds
 from fivefold.report.findings import Findings, Notes, Section, Table
 from fivefold.report.table import TONES, Report
 
@@ -254,7 +254,7 @@ def _axes(found: Found, layout: Layout, cluster: Cluster | None) -> Iterator[See
             usual = median_low(took)
             says = f"{kind} {size / usual / 1e9:.2g}"
             if cluster:
-                expects = expected_seconds(
+                expects = collective_seconds(
                     cluster, cluster.tier_of(groups[0]), Call(axis=axis, kind=kind, bytes=size, phase="step")
                 )
                 says += f" of {size / expects / 1e9:.2g}"

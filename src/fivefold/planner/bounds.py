@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from fivefold.core.schedule import Kind
 from fivefold.parallel.layout import Layout
-from fivefold.planner.edges import Edges, edges_of, transfer_seconds
 from fivefold.planner.flow import Gathers, StagesInFlight, gathers, span, stages_in_flight
 from fivefold.planner.parts import Content, Numbers, Shards, Stages
 from fivefold.planner.rank_memory import (
@@ -27,7 +26,18 @@ from fivefold.planner.rank_memory import (
     runtime_bytes,
 )
 from fivefold.planner.space import Integers, Rows, Space, Which
-from fivefold.planner.sums import Sent, Work, busiest, crowded, durations, least_span, passes
+from fivefold.planner.sums import (
+    Edges,
+    Sent,
+    Work,
+    busiest,
+    crowded,
+    durations,
+    edges_of,
+    least_span,
+    passes,
+    transfer_seconds,
+)
 
 AT_ONCE = 2**17  # elements of an array, so that it fits in a processor's cache
 SPANS_AT_ONCE = 256  # pipelines run together: each keeps its state after as many rounds as it has ranks

@@ -28,9 +28,7 @@ from fivefold.parallel.limits import limits_of
 from fivefold.parallel.ranks import RankGrid
 from fivefold.parallel.recompute.policy import budget_bytes
 from fivefold.planner.budget import Parts, under_budget
-from fivefold.planner.compute import host_seconds, traffic_seconds
 from fivefold.planner.doubt import Interval, memory_interval, step_interval
-from fivefold.planner.edges import Edges, edges_of, sum_calls, tied_call, transfer_call, transfer_seconds
 from fivefold.planner.flow import Gathers, StagesInFlight, gathers, schedule_plan, span, stages_in_flight
 from fivefold.planner.parts import (
     ITEMS,
@@ -60,8 +58,23 @@ from fivefold.planner.rank_memory import (
     root_waits,
     runtime_bytes,
 )
-from fivefold.planner.sums import Sent, Work, busiest, crowded, data_seconds, durations, least_span, passes
-from fivefold.planner.traits import Traits
+from fivefold.planner.sums import (
+    Edges,
+    Sent,
+    Work,
+    busiest,
+    crowded,
+    data_seconds,
+    durations,
+    edges_of,
+    least_span,
+    passes,
+    sum_calls,
+    tied_call,
+    transfer_call,
+    transfer_seconds,
+)
+from fivefold.planner.timing import Traits, host_seconds, traffic_seconds
 
 TIGHT = 0.94  # of a device's memory: above it the allocator starts to free and reallocate (planner facts, PyTorch FSDP)
 MOST_TOKENS, MOST_ROWS = 2**27, 2**24  # per row, and per step: far above any run

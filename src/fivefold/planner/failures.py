@@ -5,14 +5,17 @@ order estimate of the optimum checkpoint interval for restart dumps (FGCS, 2006)
 memory, so that N devices fail N times as often as one, and any of them ends the step of all.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, exp, expm1, sqrt
 
+from fivefold.core.units import human_bytes
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.planner.estimate import Estimate, Step
 from fivefold.planner.price import PriceList
+from fivefold.report.findings import Cell, Column, Notes, Row, Section, Table
 
 HANG_SECONDS = 605  # default of train.collective_timeout, and five seconds until the rank is named
 
@@ -146,3 +149,58 @@ def _saved(step: Step, pp_rank: int) -> int:
     units = [(unit, count) for shard, count in step.shards.of(step.stages.contents[pp_rank]) for unit in shard.units]
     numbers = sum((unit.trained if step.price_list.facts.has_adapter else unit.held) * count for unit, count in units)
     return numbers * shape.master_bytes + sum(unit.state * count for unit, count in units) * len(shape.optimizer.state)
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+
+WIDTH = 30  # characters of a layout in one line
+
+
+def failure_sections(costs: Mapping[Layout, Failures]) -> Iterator[Section]:
+    """A table of the layouts, and the items of the first."""
+    if not costs:
+        return
+    layout, first = next(iter(costs.items()))
+    title = f"One failure in {duration(first.between)} of the whole cluster"
+    yield Section([_table(costs), Notes(list(_told(layout, first)))], title)
+
+
+def _table(costs: Mapping[Layout, Failures]) -> Table:
+    columns = [
+        Column("layout", "name", folds="+", most=WIDTH),
+        Column("checkpoint\n.every", "n", "checkpoint.every"),
+        Column("that is", "n"),
+        Column("lost a\nfailure", "n", "lost a failure"),
+        Column("restart", "n"),
+        Column("goodput\n%", "n", "goodput %"),
+    ]
+    rows = [
+        Row([
+            Cell(str(layout)), Cell(f"{cost.every:,}"), Cell(duration(cost.every * cost.step)),
+            Cell(duration(cost.lost_seconds)), Cell(duration(cost.restart_seconds)), Cell(f"{100 * cost.goodput:.1f}"),
+        ])
+        for layout, cost in costs.items()
+    ]  # fmt: skip
+    return Table(columns, rows, is_narrow=True)
+
+
+def _told(layout: Layout, cost: Failures) -> Iterator[str]:
+    """Sentences about the first layout: what its numbers are made of."""
+    size, written = human_bytes(cost.checkpoint_bytes), duration(cost.write)
+    yield f"a checkpoint of {layout}: {size}, training stands still for {_items(cost.stall)}"
+    yield f"it is written and read back in {written}, with storage at {cost.storage / 1e9:,.0f} GB/s in all"
+    yield f"a restart: {_items(cost.restart)}"
+    hangs = f"{100 * cost.goodput_of_hangs:.1f} % if each failure only hangs ({HANG_SECONDS} s until it is named)"
+    yield f"goodput (Young 1974, Daly 2006): steps that count, of all time; {hangs}"
+
+
+def _items(items: Mapping[str, float]) -> str:
+    return f"{duration(sum(items.values()))} (" + ", ".join(f"{name} {duration(s)}" for name, s in items.items()) + ")"
+
+
+def duration(seconds: float) -> str:
+    """`0.4 s`, `12 min`, `3.1 h`, `5.2 days`: the largest unit of which there is one or more."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 0.01 else f"{1e3 * seconds:.2g} ms"

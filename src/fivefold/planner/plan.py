@@ -17,7 +17,6 @@ from fivefold.models.config_facts import config_values, facts_of_config
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.layout import DEGREES, Layout
 from fivefold.planner import report
-from fivefold.planner.answers import answer
 from fivefold.planner.estimate import Estimate, Step, Workload
 from fivefold.planner.estimate import estimate as estimate_layout
 from fivefold.planner.explain import cures, proposal, too_large
@@ -26,8 +25,7 @@ from fivefold.planner.inverse import cost_per_million_tokens, fewest_devices, lo
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import SAVED
 from fivefold.planner.report import BEST
-from fivefold.planner.search import Found
-from fivefold.planner.sweeps import Sweeps, sweeps
+from fivefold.planner.search import Found, search
 
 Model = str | Path | Mapping[str, Any]  # a name, a folder or file, or the values of a config.json
 
@@ -47,7 +45,7 @@ def plan(
     if top < 1:
         raise UserError(f"top {top} asks for no layout", fix="top is 1 or more")
     prices, asked = price_list(model, cluster), as_workload(workload)
-    found = answer(prices, asked, top=top)
+    found = search(prices, asked, top=top)
     if not found.best:
         raise too_large(prices, asked, found.closest)
     return list(found.best)
@@ -76,13 +74,12 @@ def planned(
     *,
     layout: str | None = None,
     top: int = 10,
-    anew: bool = False,
 ) -> report.PlanReport:
     """Report of `fivefold plan`. A `layout` that is given comes first, before the best ones."""
     prices = price_list(model, cluster)
     asked = None if layout is None else estimate_layout(prices, Layout.parse(layout), workload)
     try:
-        found = answer(prices, workload, top=top, anew=anew)
+        found = search(prices, workload, top=top)
     except UserError as error:  # the search omits some layouts; one that is named may still run
         if asked is None:
             raise
@@ -144,13 +141,13 @@ def longest(model: Model, cluster: str, workload: Workload, *, layout: str | Non
     )
 
 
-def fewest(model: Model, cluster: str, workload: Workload, *, top: int = 10, anew: bool = False) -> report.PlanReport:
+def fewest(model: Model, cluster: str, workload: Workload, *, top: int = 10) -> report.PlanReport:
     """Report of `fivefold plan --fewest-devices`: the ranking on the fewest devices of the cluster that train the
     model, a part of a node or whole nodes. Raises `UserError` if all of them are too few."""
     prices = price_list(model, cluster)
     smallest = fewest_devices(prices, workload).cluster
     devices = f"{many(smallest.world, 'device')}, {smallest.text}"
-    found = planned(model, smallest, workload, top=top, anew=anew)
+    found = planned(model, smallest, workload, top=top)
     return replace(found, notes=(f"the fewest of {prices.cluster.text} that train it are {devices}", *found.notes))
 
 
@@ -183,11 +180,6 @@ def with_failures(found: report.PlanReport, model: Model, mtbf_hours: float) -> 
         command = _command(model, ranked)
         closing = closing.replace(command, f"{command} checkpoint.every={costs[ranked.layout].every}")
     return replace(found, failures=costs, details=details, closing=closing)
-
-
-def sweeps_of(model: Model, cluster: Cluster | str, workload: Workload, *, anew: bool = False) -> Sweeps:
-    """Sweeps of the page: throughput over devices and over the length of rows."""
-    return sweeps(price_list(model, cluster), workload, anew=anew)
 
 
 def _named(model: Model, prices: PriceList) -> str:

@@ -28,8 +28,6 @@ from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.parallel.recompute.policy import Recompute
 from fivefold.parallel.stage_plan import stage_plan
-from fivefold.planner.compute import Product, attention_seconds, host_seconds, matmul_seconds, traffic_seconds
-from fivefold.planner.links import seconds
 from fivefold.planner.parts import (
     ITEMS,
     NO_UNIT,
@@ -43,7 +41,15 @@ from fivefold.planner.parts import (
     UnitPrice,
     nothing,
 )
-from fivefold.planner.traits import Traits
+from fivefold.planner.timing import (
+    Product,
+    Traits,
+    attention_seconds,
+    collective_seconds,
+    host_seconds,
+    matmul_seconds,
+    traffic_seconds,
+)
 
 # Bytes that one number of fp32 moves through memory when it is coded in eight bits, decoded, and added up
 # (`parallel/nodes/wire.py`, `in_order.py`): each operation there reads and writes all numbers.
@@ -426,7 +432,7 @@ class PriceList:
         """Seconds of one of a call's collectives along an axis."""
         key = axis, call.kind, call.bytes
         if key not in self._seconds:
-            self._seconds[key] = seconds(self.cluster, self.span(axis), call)
+            self._seconds[key] = collective_seconds(self.cluster, self.span(axis), call)
         return self._seconds[key]
 
     def stages(self, pipeline: Layout) -> Stages:
@@ -452,7 +458,7 @@ class PriceList:
     @cached_property
     def world_seconds(self) -> float:
         span = self.span(Axis(self.cluster.world, 1))
-        return sum(seconds(self.cluster, span, call) * call.times for call in self.world_calls)
+        return sum(collective_seconds(self.cluster, span, call) * call.times for call in self.world_calls)
 
     def plan(self, layout: Layout) -> ParallelPlan:
         """Plan of the short model, seen from rank 0."""

@@ -4,25 +4,24 @@ The terminal shows it in 80 columns; JSON has every item of every layout. No tor
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fivefold.core.units import GIB, many
 from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.layout import Layout
-from fivefold.planner import drawings
 from fivefold.planner.doubt import Interval
 from fivefold.planner.estimate import Estimate, Item, Workload
 from fivefold.planner.explain import USEFUL, binds, slower_by, tied
-from fivefold.planner.failure_report import failure_sections
-from fivefold.planner.failures import Failures
+from fivefold.planner.failures import Failures, failure_sections
 from fivefold.planner.search import NEAR
-from fivefold.planner.sweeps import Sweeps
+from fivefold.report.figures import BAR, LANE, WIDTH, Box, Figure, timeline
 from fivefold.report.findings import Cell, Column, Findings, Notes, On, Plot, Row, Section, Table
+from fivefold.report.plot import label, nice
 from fivefold.report.table import Report
 
-BAR = 24  # characters of the longest bar
+LINE = 24  # characters of the longest bar
 LAYOUT = 30  # characters of a layout in one line
 ITEM = 21  # characters of the longest item
 PREDICTED = "Predicted before anything ran."
@@ -71,14 +70,12 @@ class Ranked:
 class PlanReport(Report[Ranked]):
     """Report of a plan. `estimates`: those of the rows, in order. `notes`: sentences about all. `cures`: changes that
     would make the first one fit, if it does not. `timeline`: slots of the first one's pipeline, as in
-    `Timeline.to_json`; None without a pipeline. `sweeps`: throughput of other clusters and row lengths. `failures`:
-    cost of failures, by layout."""
+    `Timeline.to_json`; None without a pipeline. `failures`: cost of failures, by layout."""
 
     estimates: tuple[Estimate, ...] = ()
     notes: tuple[str, ...] = ()
     cures: tuple[Ranked, ...] = ()
     timeline: Mapping[str, Any] | None = None
-    sweeps: Sweeps | None = None
     failures: Mapping[Layout, Failures] = field(default_factory=dict)
 
     def findings(self) -> Findings:
@@ -109,21 +106,19 @@ class PlanReport(Report[Ranked]):
         heads, limit = _heads(first), first.cluster.chip.memory_gib * GIB
         says = f"{TIME} {bound(first)}."
         time = Plot(
-            drawings.stacks(self.estimates, "time", "s", 1.0, None), says, [*_lines(first, "time"), f"  {bound(first)}"]
+            _stacks(self.estimates, "time", "s", 1.0, None), says, [*_lines(first, "time"), f"  {bound(first)}"]
         )
         yield Section([time], "Time of a step", line=[Cell(heads["time"])])
-        picture = drawings.stacks(self.estimates, "memory", "GiB", 1 / GIB, limit)
+        picture = _stacks(self.estimates, "memory", "GiB", 1 / GIB, limit)
         yield Section(
             [Plot(picture, MEMORY, _lines(first, "memory"))],
             "Memory of the fullest device",
             line=[Cell(heads["memory"])],
         )
-        if pipeline := drawings.pipeline(self.timeline):
+        if pipeline := _pipeline(self.timeline):
             yield Section([Plot(pipeline, pipeline.says)], pipeline.title, On.PAGE)
-        if self.sweeps:
-            yield from drawings.throughput(self.sweeps)
         units = Notes(["Seconds of a step; GiB of memory."], "soft")
-        yield Section([drawings.items(self.estimates), units], "Item by item", On.PAGE)
+        yield Section([_items(self.estimates), units], "Item by item", On.PAGE)
 
 
 def _table(ranking: Sequence[Ranked], *, numbered: bool = False) -> Table:
@@ -186,7 +181,7 @@ def bound(estimate: Estimate) -> str:
 def _line(row: Item, total: float) -> str:
     share = row.amount / total
     amount = f"{seconds_text(row.amount):>8} s  " if row.part == "time" else f"{row.amount / GIB:8.2f} GiB"
-    return f"  {row.item:<{ITEM}} {amount} {share:6.1%}  {'█' * round(BAR * share):<{BAR}}"
+    return f"  {row.item:<{ITEM}} {amount} {share:6.1%}  {'█' * round(LINE * share):<{LINE}}"
 
 
 def behind(first: Estimate, other: Estimate) -> str:
@@ -292,3 +287,81 @@ def _rate(a_second: float, unit: float) -> str:
 def details(estimates: tuple[Estimate, ...]) -> dict[str, object]:
     """Every item of every layout, for JSON: bytes of memory, seconds of time."""
     return {"items": {str(estimate.layout): [asdict(row) for row in estimate.rows] for estimate in estimates}}
+
+
+# ---- drawings of the page --------------------------------------------------------------------------------------------
+
+# A colour for each item, and none for two on a page: those of time, and those of memory. The others are hatched.
+TIME = ("matmuls", "attention", "element-wise", "tp", "data")
+MEMORY = ("saved activations", "optimizer state", "parameters", "gradients", "loss")
+COLOURS = {
+    item: f"{kind}-{number}"
+    for kind, items in (("rank", TIME), ("series", MEMORY))
+    for number, item in enumerate(items)
+}
+REST = "many"  # colour of all other items
+AXIS = 34.0  # pixels of an axis below the bars
+
+
+def _stacks(estimates: Sequence[Estimate], part: str, unit: str, factor: float, limit: float | None) -> Figure:
+    """Draw a bar for each layout, cut into its items, ordered by their largest amount in any layout. `limit`: where a
+    device is full."""
+    by_item = [{row.item: row.amount for row in estimate.rows if row.part == part} for estimate in estimates]
+    names = sorted(
+        dict.fromkeys(name for items in by_item for name in items),
+        key=lambda name: -max(i.get(name, 0) for i in by_item),
+    )
+    names.sort(key=lambda name: name not in COLOURS)
+    fills = {name: COLOURS.get(name, REST) for name in names}
+    longest = max([*(sum(items.values()) for items in by_item), limit or 0])
+    boxes = []
+    for lane, (estimate, items) in enumerate(zip(estimates, by_item, strict=True)):
+        at = 0.0
+        for name in names:
+            width = items.get(name, 0.0) / longest * WIDTH
+            title = f"{estimate.layout}: {name} {items.get(name, 0.0) * factor:.4g} {unit}"
+            if width > 0.2:
+                boxes.append(Box(at, lane * LANE, width, BAR, fills[name], title, name))
+            at += width
+    if limit is not None:
+        says = f"a device has {limit * factor:.4g} {unit}"
+        boxes.append(Box(limit / longest * WIDTH - 2, 0, 2, LANE * len(estimates), "wrong", says))
+    numbers = [(lane * LANE + BAR / 2, f"{lane + 1}") for lane in range(len(estimates))]
+    words = [(fills[name], name) for name in names if name in COLOURS]
+    if rest := [name for name in names if name not in COLOURS]:
+        words.append((REST, f"the rest: {', '.join(rest)}"))
+    if limit is not None:
+        words.append(("wrong", f"a device is full: {limit * factor:.4g} {unit}"))
+    titles = {"time": "Time of a step", "memory": "Memory of the fullest device"}
+    ticks = nice(0, longest * factor, 6)
+    marks = [(tick / factor / longest * WIDTH, f"{label(tick, ticks)} {unit}") for tick in ticks]
+    return Figure(
+        titles[part], f"{longest * factor:.4g} {unit} wide", LANE * len(estimates) + AXIS, numbers, boxes, words, marks
+    )
+
+
+def _pipeline(found: Mapping[str, Any] | None) -> Figure | None:
+    """Draw the first layout's pipeline with a few of a step's micro batches; its bubble is larger than that of all."""
+    if not found:
+        return None
+    figure = timeline("The first layout's pipeline", found, unit="s")
+    drawn, there = found["drawn"], found["micro_batches"]
+    return figure if drawn == there else replace(figure, says=f"with {drawn} of the {there} micro batches of a step")
+
+
+def _items(estimates: Sequence[Estimate]) -> Table:
+    """Each item of time and memory, and its amount under each layout."""
+    rows = []
+    for part in ("time", "memory"):
+        by_item = [{row.item: row.amount for row in estimate.rows if row.part == part} for estimate in estimates]
+        for name in dict.fromkeys(name for items in by_item for name in items):
+            amounts = [items.get(name, 0.0) for items in by_item]
+            texts = [_seconds(amount) if part == "time" else f"{amount / GIB:.2f}" for amount in amounts]
+            rows.append(Row([Cell(text) for text in (part, name, *texts)]))
+    numbers = [Column(f"{number}", "n") for number in range(1, len(estimates) + 1)]
+    return Table([Column(""), Column("item", "name"), *numbers], rows, look="matrix")
+
+
+def _seconds(amount: float) -> str:
+    """Format seconds. Less than a microsecond is a remainder of the sums: 0."""
+    return f"{amount:.3g} s" if amount >= 1e-6 else "0 s"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.core.errors import UserError
-from fivefold.planner.compute import traffic_bytes
 from fivefold.planner.doubt import Interval
 from fivefold.planner.estimate import Estimate, Item
+from fivefold.planner.timing import traffic_bytes
 from fivefold.rehearsal.request import Phase, Seen
 
 TRAFFIC = "element-wise"  # the planner's item that is memory traffic alone

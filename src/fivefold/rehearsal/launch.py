@@ -22,8 +22,8 @@ from fivefold.launch.processes import scratch_folder
 from fivefold.launch.world import LAUNCHER
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import RankGrid
-from fivefold.planner.auto import chosen, facts_of_run, workload_of
 from fivefold.planner.estimate import Estimate, estimate
+from fivefold.planner.of_run import chosen, facts_of_run, workload_of
 from fivefold.planner.price import PriceList
 from fivefold.rehearsal import stand_in
 from fivefold.rehearsal.expected import or_why

@@ -15,14 +15,14 @@ def chosen(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, list[str]]:
 
     Raises `UserError` if no layout can run or none fits.
     """
-    from fivefold.planner.auto import chosen
+    from fivefold.planner.of_run import chosen
 
     return chosen(config, cluster)
 
 
 def planned_gib(config: RunConfig, cluster: Cluster, facts: ModelFacts) -> float:
     """Return GiB of tensors of the fullest rank. Raises `UserError` if the planner cannot price the run."""
-    from fivefold.planner.relief import planned
+    from fivefold.planner.of_run import planned
 
     return planned(config, cluster, facts).estimate().memory_gib
 
@@ -41,8 +41,7 @@ def to_fit(
     `facts`: None to read them from the run's config. `needed`: bytes that global rank `rank` had or asked for; 0 if
     unknown. Raises `UserError` if the planner cannot price the run.
     """
-    from fivefold.planner.auto import facts_of_run
-    from fivefold.planner.relief import changes, relief, table
+    from fivefold.planner.of_run import changes, facts_of_run, relief, table
 
     told = relief(config, cluster, facts or facts_of_run(config), rank=rank, needed=needed)
     return [*table(told, measured or {}), *changes(told)]

@@ -15,10 +15,9 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.launch import cluster as of_machine
 from fivefold.launch.cluster import cluster_here
 from fivefold.launch.memory import Room
-from fivefold.planner import auto, of_run
-from fivefold.planner.auto import chosen, facts_of_run
+from fivefold.planner import of_run
 from fivefold.planner.estimate import Workload, estimate
-from fivefold.planner.of_run import expected
+from fivefold.planner.of_run import chosen, expected, facts_of_run
 from fivefold.planner.search import search
 from fivefold.planner.space import Space
 from tests.planner.settings import facts, layouts, prices
@@ -29,8 +28,7 @@ FILE, WORKLOAD = Path("run.yaml"), Workload(2048, 16)
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of `WORKLOAD`, whose model is one of the tests."""
-    for module in (auto, of_run):
-        monkeypatch.setattr(module, "facts_of_run", lambda *_: facts("llama", 8))
+    monkeypatch.setattr(of_run, "facts_of_run", lambda *_: facts("llama", 8))
     monkeypatch.chdir(tmp_path)
     FILE.write_text("{layout: auto, train: {global_batch_size: 16}, data: {seq_length: 2k}}")
 
@@ -151,7 +149,7 @@ def test_a_run_has_the_vocabulary_that_its_history_says(monkeypatch: pytest.Monk
 def test_a_pretrained_model_keeps_its_own_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another tokenizer trims no weights that are loaded."""
     asked: list[Any] = []
-    monkeypatch.setattr(auto, "facts_of_config", lambda *_, of_text: asked.append(of_text))
+    monkeypatch.setattr(of_run, "facts_of_config", lambda *_, of_text: asked.append(of_text))
     for init in ("pretrained", "random"):
         facts_of_run(load_config(None, [f"model.init={init}", "tokenizer.name_or_path=train:300"]))
     kept, of_text = asked
