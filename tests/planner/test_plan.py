@@ -309,7 +309,12 @@ def test_the_page_draws_time_and_memory(tmp_path: Path) -> None:
         cli.main(["plan", "qwen3-0.6b", "--cluster", "2xH100", *asked])
     text = (tmp_path / "plan.html").read_text(encoding="utf-8")
     asks_for_nothing(text)
-    drawn = ("Time of a step", "Memory of the fullest device")
+    drawn = (
+        "Time of a step",
+        "The busiest pipeline rank: a bar",
+        "Memory of the fullest device",
+        "the red line is where",
+    )
     assert all(said in text for said in drawn) and "NaN" not in text and "nan" not in text.split("<body")[1]
 
 

@@ -292,11 +292,11 @@ def details(estimates: tuple[Estimate, ...]) -> dict[str, object]:
 # ---- drawings of the page --------------------------------------------------------------------------------------------
 
 # A colour for each item, and none for two on a page: those of time, and those of memory. The others are hatched.
-TIME = ("matmuls", "attention", "element-wise", "tp", "data")
-MEMORY = ("saved activations", "optimizer state", "parameters", "gradients", "loss")
+TIME_ITEMS = ("matmuls", "attention", "element-wise", "tp", "data")
+MEMORY_ITEMS = ("saved activations", "optimizer state", "parameters", "gradients", "loss")
 COLOURS = {
     item: f"{kind}-{number}"
-    for kind, items in (("rank", TIME), ("series", MEMORY))
+    for kind, items in (("rank", TIME_ITEMS), ("series", MEMORY_ITEMS))
     for number, item in enumerate(items)
 }
 REST = "many"  # colour of all other items
