@@ -41,9 +41,9 @@ from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
 from fivefold.rehearsal import stand_in
 from fivefold.rehearsal.changes import AnswersAll, changed
-from fivefold.rehearsal.counts import Driver
-from fivefold.rehearsal.request import Phase, Request
+from fivefold.rehearsal.request import Phase, RehearsalRequest
 from fivefold.rehearsal.stage import world_of
+from fivefold.rehearsal.stream_order import Driver
 from fivefold.training import flops
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.peak_memory import PeakMemory
@@ -245,7 +245,7 @@ def dry_run(args: argparse.Namespace, cluster: Cluster) -> int:
 def stood_in(args: argparse.Namespace, cluster: Cluster) -> Phase:
     """What the last of `--warmup` and one steps asks of rank 0's host and memory, in a process with the stand-in."""
     size, driver, store = cluster.devices_per_node, Driver(), AnswersAll()  # torch keeps no reference to it
-    world = world_of(Request(config="", folder="", rank=0, world=cluster.world, local_size=size, steps=0))
+    world = world_of(RehearsalRequest(config="", folder="", rank=0, world=cluster.world, local_size=size, steps=0))
     with changed(is_full=True), join(world, store=store):
         run = Run.build(args, world)
         for step in range(args.warmup + 1):

@@ -54,7 +54,7 @@ NAME_FP8 = {
     "parallel/adapters/spec.py",  # a rule of the reference's pages, in words
     *("hardware/chip.py", "planner/timing.py"),  # rates and bytes by dtype
     *("torch_internals.py", "models/hf_internals.py"),  # interfaces of torch and transformers
-    *("api.py", "cli/compare.py", "comparison/configurations.py"),  # an example for users
+    *("api.py", "cli/layouts.py", "comparison/configurations.py"),  # an example for users
 }
 
 
@@ -217,7 +217,7 @@ def test_a_parallelism_alone_knows_whether_it_is_on() -> None:
 
 @pytest.mark.full
 def test_the_plan_of_a_layout_loads_no_torch() -> None:
-    script = "import sys, fivefold.doctor.plan; assert not {'torch', 'transformers'} & set(sys.modules)"
+    script = "import sys, fivefold.doctor.model; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

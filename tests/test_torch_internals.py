@@ -61,7 +61,7 @@ def test_a_torch_without_an_interface_is_refused_by_name() -> None:
     with patch.object(torch_internals, "surfaces", lambda: iter([moved])):
         with pytest.raises(UserError, match=r"torch .* has no ops\.aten\._moved_in_a_later_torch") as caught:
             torch_internals.check()
-        found = [finding for finding in machine.examine().rows if finding.what == "torch's interfaces"]
+        found = [finding for finding in machine.examine_machine().rows if finding.what == "torch's interfaces"]
     assert torch_internals.SUPPORTED in str(caught.value.fix)
     assert found[0].state == "missing" and "_moved_in_a_later_torch" in found[0].found
 

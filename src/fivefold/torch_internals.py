@@ -867,7 +867,7 @@ def graph_breaks() -> dict[str, int]:
 
 
 def participants(rendezvous: Any) -> Mapping[str, int]:
-    """The nodes of the last round that give signs of life, with their numbers, by the state that a
+    """The nodes of the last round that have a heartbeat, with their numbers, by the state that a
     `DynamicRendezvousHandler` last read."""
     return {str(node): number for node, number in rendezvous._state_holder.state.participants.items()}
 
@@ -918,14 +918,14 @@ class Times(Protocol):
     def look(self) -> None:
         """A state is being read."""
 
-    def heard(self, node: tuple[str, int, int], sign: str) -> datetime:
-        """The time of the last sign of life of a node: address, process id, and a number."""
+    def last_seen(self, node: tuple[str, int, int], text: str) -> datetime:
+        """The time of the last heartbeat of a node: address, process id, and a number."""
 
-    def until(self, sign: str, nodes: Sequence[tuple[str, int, int]]) -> datetime:
+    def deadline(self, text: str, nodes: Sequence[tuple[str, int, int]]) -> datetime:
         """The time until which a round waits for more nodes than `nodes`."""
 
-    def written(self, node: tuple[str, int, int] | None, time: datetime) -> str:
-        """The text of a time; `node` None: that of `until`."""
+    def text(self, node: tuple[str, int, int] | None, time: datetime) -> str:
+        """The text of a time; `node` None: that of `deadline`."""
 
 
 def new_rendezvous(number: int) -> str:
@@ -938,25 +938,25 @@ def rendezvous_to_json(state: bytes, times: Times) -> str:
     """The state of a rendezvous as JSON. `state`: the pickle that torch has just made of it, in this process."""
     fields = vars(pickle.loads(state))
     tables = {name: [[*astuple(node), fields[name][node]] for node in fields[name]] for name in _OF_NODES}
-    tables["last_heartbeats"] = [[*row[:3], times.written(tuple(row[:3]), row[3])] for row in tables["last_heartbeats"]]
-    deadline = times.written(None, fields["deadline"]) if fields["deadline"] else None
+    tables["last_heartbeats"] = [[*row[:3], times.text(tuple(row[:3]), row[3])] for row in tables["last_heartbeats"]]
+    deadline = times.text(None, fields["deadline"]) if fields["deadline"] else None
     lists = {name: [astuple(node) for node in fields[name]] for name in ("wait_list", "redundancy_list")}
     return json.dumps({**fields, **tables, **lists, "deadline": deadline})
 
 
 def rendezvous_of_json(text: str, times: Times) -> bytes:
-    """The state of a rendezvous in the form that torch takes from a backend. torch removes nodes whose last signs of
-    life are old."""
+    """The state of a rendezvous in the form that torch takes from a backend. torch removes nodes whose last
+    heartbeats are old."""
     times.look()
     elastic = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     state, fields = elastic._RendezvousState(), json.loads(text)
     tables = {name: {elastic._NodeDesc(*row[:3]): row[3] for row in fields[name]} for name in _OF_NODES}
     tables["last_heartbeats"] = {
-        node: times.heard(astuple(node), sign) for node, sign in tables["last_heartbeats"].items()
+        node: times.last_seen(astuple(node), beat) for node, beat in tables["last_heartbeats"].items()
     }
     lists = {name: {elastic._NodeDesc(*row) for row in fields[name]} for name in ("wait_list", "redundancy_list")}
     nodes = [astuple(node) for node in tables["participants"]]
-    deadline = times.until(fields["deadline"], nodes) if fields["deadline"] else None
+    deadline = times.deadline(fields["deadline"], nodes) if fields["deadline"] else None
     vars(state).update({**fields, **tables, **lists, "deadline": deadline})
     return pickle.dumps(state)
 
@@ -1013,7 +1013,7 @@ _NEEDED: Mapping[str, str] = {
     "nn.init": "_calculate_fan_in_and_fan_out",
     "nn.modules.conv": "_ConvNd",
     "ops._c10d_functional": "all_gather_into_tensor all_reduce all_to_all_single reduce_scatter_tensor wait_tensor",
-    "ops.aten": "_flash_attention_backward _flash_attention_forward _local_scalar_dense "
+    "ops.aten": "_flash_attention_backward _flash_attention_forward "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
     "optim.Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
     "utils": "_python_dispatch _pytree",

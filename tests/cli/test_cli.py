@@ -270,7 +270,7 @@ def test_generate_has_one_set_of_defaults() -> None:
 
     import fivefold
     from fivefold import own_loop
-    from fivefold.cli.generate import generate
+    from fivefold.cli.model import generate
 
     for name in ("temperature", "top_k", "top_p", "seed", "max_new_tokens"):
         functions = (generate, own_loop.generate, GenerateRequest, *get_overloads(fivefold.generate))
@@ -332,12 +332,12 @@ def test_doctor_prints_json_alone(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from fivefold.doctor import machine as doctor
+    from fivefold.doctor import machine
 
     def torchless() -> Any:
-        yield doctor.Finding("torch", "missing", "not installed", "pip install 'torch>=2.11'")
+        yield machine.Finding("torch", "missing", "not installed", "pip install 'torch>=2.11'")
 
-    monkeypatch.setattr(doctor, "LOOKS", (torchless,))
+    monkeypatch.setattr(machine, "LOOKS", (torchless,))
     assert run("doctor") == 1
     assert "pip install 'torch>=2.11'" in capsys.readouterr().out
 
@@ -352,12 +352,12 @@ def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.Monke
 def test_doctor_says_how_a_gpu_caps_scores(why: str, state: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from fivefold.doctor import machine as doctor
+    from fivefold.doctor import machine
     from fivefold.ops import gpu_attention
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(gpu_attention, "lacks", lambda *_, **__: why)
-    (found,) = doctor._gpu_kernels()
+    (found,) = machine._gpu_kernels()
     assert found.state == state and said in found.found
 
 

@@ -8,8 +8,7 @@ import pytest
 from transformers import BloomConfig, DeepseekV3Config, DogeConfig, MixtralConfig, Phi3Config
 
 from fivefold import cli
-from fivefold.doctor.plan import examine
-from fivefold.doctor.roles import short_names
+from fivefold.doctor.model import examine_layout, short_names
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.features import edits
 from fivefold.parallel.layout import Layout
@@ -108,7 +107,7 @@ def test_what_is_done_to_layers_is_one_row_however_many_they_are(tmp_path: Path,
     def done(layers: int) -> int:
         config = MixtralConfig(**{**SIZES, "num_hidden_layers": layers}, num_local_experts=4, num_experts_per_tok=2)
         config.save_pretrained(tmp_path / str(layers))
-        report = examine(tmp_path / str(layers), layout=layout, seq_length=64)
+        report = examine_layout(tmp_path / str(layers), layout=layout, seq_length=64)
         return sum(row.part == "done to modules, in order" for row in report.rows)
 
     assert done(8) == done(12)

@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from fivefold.core.errors import UserError
-from fivefold.jobs import commented, pods
-from fivefold.jobs.commented import Note
+from fivefold.jobs import pods
 from fivefold.jobs.engines import engine
 from fivefold.jobs.job import Job
+from fivefold.jobs.text import WIDTH, Note, yaml_of
 from tests.jobs.published import FILE, JOBS, READS, documents
 
 ONE = JOBS[1]  # three nodes of 8 GPUs, for 12 hours
@@ -174,15 +174,15 @@ def test_what_an_engine_cannot_run_is_refused() -> None:
 
 def test_comments_stand_above_what_they_are_about() -> None:
     tree = {"a": Note({"b": [Note({"c": 1, "d": Note("x\ny", "two lines")}, "an item")]}, "long " * 30), "e": None}
-    text = commented.written("head\nof the file", [tree, {"f": Note([1], "last")}])
+    text = yaml_of("head\nof the file", [tree, {"f": Note([1], "last")}])
     assert [yaml.safe_load(part) for part in text.split("---\n")] == [
         {"a": {"b": [{"c": 1, "d": "x\ny"}]}, "e": None},
         {"f": [1]},
     ]
-    assert commented.written("", [{"a": ["y", "1e3", "0o17", "yes", "1e3x"]}]).endswith(
+    assert yaml_of("", [{"a": ["y", "1e3", "0o17", "yes", "1e3x"]}]).endswith(
         "a:\n- 'y'\n- '1e3'\n- '0o17'\n- 'yes'\n- 1e3x\n"  # to Go all but the last are no text
     )
     lines = text.splitlines()
-    assert lines[:2] == ["# head", "# of the file"] and max(map(len, lines)) <= commented.WIDTH
+    assert lines[:2] == ["# head", "# of the file"] and max(map(len, lines)) <= WIDTH
     assert lines[lines.index("  - c: 1") - 1] == "  # an item"
     assert lines[lines.index("    d: |-") - 1] == "    # two lines"

@@ -12,7 +12,7 @@ from fivefold import cli
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.jobs.engines import engine, names
 from fivefold.jobs.job import Job
-from fivefold.jobs.launch import Request, job_of, minutes, submit, written
+from fivefold.jobs.launch import JobRequest, job_of, minutes, submit_file, written
 
 RUN = "train: {max_steps: 20, device: cpu}\nrun: {name: Notes 1}\n"
 
@@ -40,20 +40,22 @@ def test_every_engine_has_the_name_of_its_module() -> None:
 def test_every_engine_writes_the_whole_job(run_yaml: Path, subtests: pytest.Subtests) -> None:
     for name in names():
         with subtests.test(msg=name):
-            request = Request(run=run_yaml, to=name, nodes=3, devices=2, overrides=["train.seed=7"], image="an/image:1")
+            request = JobRequest(
+                run=run_yaml, to=name, nodes=3, devices=2, overrides=["train.seed=7"], image="an/image:1"
+            )
             chosen, text, file = written(request)
             assert chosen.name == name and file == Path(f"notes-1{chosen.suffix}")
             assert "train.seed=7" in text and "an/image:1" in text and "#" in text
 
 
 def test_a_job_is_described_in_no_engine_s_words(run_yaml: Path) -> None:
-    job = job_of(Request(run=run_yaml, to="slurm", nodes=3, overrides=["layout=dp2.shard3"], time="90m"))
+    job = job_of(JobRequest(run=run_yaml, to="slurm", nodes=3, overrides=["layout=dp2.shard3"], time="90m"))
     assert replace(job, files={}) == Job(
         run=run_yaml, text=RUN, name="Notes 1", runs="runs", nodes=3, devices=2, on_cpu=True, minutes=90,
         overrides=("layout=dp2.shard3",),
     )  # fmt: skip
     assert (job.ranks, job.label, job.described) == (6, "notes-1", "3 nodes, 2 ranks each")
-    assert job_of(Request(run=run_yaml, to="slurm", overrides=["train.device=cuda"])).described == "1 node, 8 GPUs"
+    assert job_of(JobRequest(run=run_yaml, to="slurm", overrides=["train.device=cuda"])).described == "1 node, 8 GPUs"
 
 
 def test_a_label_is_one_of_dns_and_tells_runs_apart() -> None:
@@ -105,7 +107,7 @@ def test_what_does_not_travel_is_refused(run_yaml: Path, tmp_path: Path, subtest
         run.write_text(f"{RUN}{lines}\n")
         for name in names():
             with subtests.test(msg=f"{name} {lines} {overrides}"):
-                request = Request(run=run, to=name, overrides=overrides, image="an/image:1", devices=1)
+                request = JobRequest(run=run, to=name, overrides=overrides, image="an/image:1", devices=1)
                 try:
                     written(request)
                 except UserError as error:
@@ -117,7 +119,7 @@ def test_what_does_not_travel_is_refused(run_yaml: Path, tmp_path: Path, subtest
 
 def test_a_layout_that_does_not_fit_is_refused_before_anything_is_submitted(run_yaml: Path) -> None:
     with pytest.raises(UserError, match="6"):
-        job_of(Request(run=run_yaml, to="slurm", nodes=3, overrides=["layout=tp4"]))
+        job_of(JobRequest(run=run_yaml, to="slurm", nodes=3, overrides=["layout=tp4"]))
 
 
 def test_times() -> None:
@@ -157,10 +159,10 @@ def test_the_file_is_submitted(
     monkeypatch.setenv("PATH", f"{fake.parent.resolve()}{os.pathsep}{os.environ['PATH']}")
     assert command("notes.yaml", "--to", "slurm", "--submit") == 0
     assert "Submitted notes-1.sbatch" in capsys.readouterr().out
-    assert Path("notes-1.sbatch").read_text() == engine("slurm").text(job_of(Request(run=run_yaml, to="slurm")))
+    assert Path("notes-1.sbatch").read_text() == engine("slurm").text(job_of(JobRequest(run=run_yaml, to="slurm")))
     fake.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
     with pytest.raises(RunFailed, match="invalid partition"):
-        submit(engine("slurm"), Path("notes-1.sbatch"))
+        submit_file(engine("slurm"), Path("notes-1.sbatch"))
 
 
 def test_what_is_wrong_is_said(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:

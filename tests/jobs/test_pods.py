@@ -13,7 +13,7 @@ import yaml
 from fivefold.checkpoint import steps
 from fivefold.jobs import pods
 from fivefold.jobs.engines import engine
-from fivefold.jobs.launch import Request, job_of
+from fivefold.jobs.launch import JobRequest, job_of
 from tests.training.bodies import run_dir, run_file
 
 pytestmark = pytest.mark.campaign
@@ -24,7 +24,7 @@ def test_the_commands_of_two_pods_train_one_run(tmp_path: Path, monkeypatch: pyt
     tree = run_file(tmp_path, train__max_steps=3, train__compile=False, train__device="cpu")
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(tree))
-    job = job_of(Request(run=file, to="kubernetes", nodes=2, devices=1, image="an/image:1"))
+    job = job_of(JobRequest(run=file, to="kubernetes", nodes=2, devices=1, image="an/image:1"))
     *_, document = yaml.safe_load_all(engine("kubernetes").text(job))
     container = document["spec"]["template"]["spec"]["containers"][0]
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from fivefold.checkpoint import steps
-from fivefold.jobs.launch import Request, written
+from fivefold.jobs.launch import JobRequest, written
 from tests.jobs.slurm import NODES, Cluster, cluster, missing
 from tests.launch.test_restart import _last
 from tests.training.bodies import column, run_dir, run_file, same, state
@@ -43,7 +43,7 @@ def runs_of(slurm: Cluster, name: str, **changes: Any) -> tuple[dict[str, Any], 
 
 def script(file: Path, **more: Any) -> str:
     """The batch script of a run on two nodes."""
-    return written(Request(run=file, to="slurm", nodes=2, devices=1, **more))[1]
+    return written(JobRequest(run=file, to="slurm", nodes=2, devices=1, **more))[1]
 
 
 def submit(slurm: Cluster, text: str, name: str, *options: str) -> str:

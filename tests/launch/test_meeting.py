@@ -83,13 +83,13 @@ def test_a_rank_that_came_and_ended_is_missing_and_may_come_again(
 ) -> None:
     """Killed, it takes nothing back: its last sign stays in the store."""
     monkeypatch.setattr(meeting, "_GONE", 0.5)
-    presence = [meeting._Presence(agent, rank, 3, "here") for rank in range(3)]
+    presence = [meeting._RankPresence(agent, rank, 3, "here") for rank in range(3)]
     for _ in range(2):
         for each in (*presence[:2], presence[0]):
             assert each.round() == ""
     assert presence[0].missing() == "rank 0 waits at here for rank 2: 2 of 3 have come" and presence[1].missing() == ""
     time.sleep(0.6)  # rank 1 has been killed
-    again = meeting._Presence(agent, 1, 3, "here")
+    again = meeting._RankPresence(agent, 1, 3, "here")
     for _ in range(2):
         assert [presence[2].round(), again.round(), presence[0].round()] == [""] * 3
     assert presence[0].missing() == "rank 0 waits at here for rank 1: 2 of 3 have come; rank 1 had come, and ended"

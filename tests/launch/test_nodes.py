@@ -39,7 +39,7 @@ from fivefold.launch.nodes import (
     Member,
     Round,
     _agree,
-    _Presence,
+    _LauncherLocks,
     changed,
 )  # fmt: skip
 from fivefold.launch.rounds import take
@@ -209,8 +209,8 @@ def test_the_state_of_a_meeting_changes_only_from_the_one_that_was_read(tmp_path
 
 
 def test_a_launcher_lives_as_long_as_it_holds_its_lock(tmp_path: Path) -> None:
-    presence = _Presence(tmp_path / ".nodes", "here")
-    other = _Presence(tmp_path / ".nodes", "there")
+    presence = _LauncherLocks(tmp_path / ".nodes", "here")
+    other = _LauncherLocks(tmp_path / ".nodes", "there")
     assert presence.lives("there", os.getpid()) and not presence.lives("elsewhere", os.getpid())
     other.release()
     assert not presence.lives("there", os.getpid()) and presence.lives("here", os.getpid())
@@ -218,15 +218,15 @@ def test_a_launcher_lives_as_long_as_it_holds_its_lock(tmp_path: Path) -> None:
     state = tmp_path / ".nodes" / "state"
     assert json.loads(state.read_text())["round"] == 0
     state.write_text('{"round": 41}\n')
-    other = _Presence(tmp_path / ".nodes", "there")
+    other = _LauncherLocks(tmp_path / ".nodes", "there")
     assert json.loads(state.read_text()) == {"round": 41}  # the first one is still there
     for each in (presence, other):
         each.release()
-    _Presence(tmp_path / ".nodes", "here").release()
+    _LauncherLocks(tmp_path / ".nodes", "here").release()
     assert json.loads(state.read_text())["round"] == 42
     take(tmp_path, 50)
     state.unlink()
-    _Presence(tmp_path / ".nodes", "here").release()
+    _LauncherLocks(tmp_path / ".nodes", "here").release()
     assert json.loads(state.read_text())["round"] == 50
 
 
@@ -258,25 +258,25 @@ class Hours:
         return self.seconds
 
 
-def test_a_sign_of_life_is_as_old_as_it_has_been_known_whatever_the_clocks_say() -> None:
+def test_a_heartbeat_is_as_old_as_it_has_been_known_whatever_the_clocks_say() -> None:
     hours, a_node = Hours(), ("b", 2, 0)
     clock = Clock(lambda *_: True, hours)
 
     def age(sign: str, seconds: float) -> float:
         hours.seconds += seconds
         clock.look()
-        return (datetime.now(UTC) - clock.heard(a_node, sign)).total_seconds()
+        return (datetime.now(UTC) - clock.last_seen(a_node, sign)).total_seconds()
 
     assert age("an hour ago", 1) == pytest.approx(0, abs=0.1)
     assert [round(age("an hour ago", 1)) for _ in range(11)][-1] == 11  # nothing new for 11 s: it is gone
     assert age("in an hour", 1) == pytest.approx(0, abs=0.1)
     assert age("in an hour", 3600) < HEARTBEAT * MISSED  # this node stood still, which says nothing of the other
-    told = clock.heard(a_node, "in an hour")
-    assert clock.written(a_node, told) == "in an hour" != clock.written(a_node, datetime.now(UTC))
-    assert (clock.until("tomorrow", []) - datetime.now(UTC)).total_seconds() == pytest.approx(1, abs=0.1)
+    seen = clock.last_seen(a_node, "in an hour")
+    assert clock.text(a_node, seen) == "in an hour" != clock.text(a_node, datetime.now(UTC))
+    assert (clock.deadline("tomorrow", []) - datetime.now(UTC)).total_seconds() == pytest.approx(1, abs=0.1)
     clock.all_there = lambda nodes: nodes == {("b", 2)}
-    assert clock.until("tomorrow", [("a", 1, 0)]) > datetime.now(UTC) > clock.until("tomorrow", [a_node])
-    assert Clock(lambda *_: False).heard(a_node, "now").year == 1
+    assert clock.deadline("tomorrow", [("a", 1, 0)]) > datetime.now(UTC) > clock.deadline("tomorrow", [a_node])
+    assert Clock(lambda *_: False).last_seen(a_node, "now").year == 1
 
 
 @pytest.mark.parametrize("ahead", [60, -60, 10**6])
@@ -329,7 +329,7 @@ def test_a_node_that_is_killed_as_a_round_begins_is_waited_for_by_nobody(
         world = counted() if is_seen else None
         known.set()
         assert killed.wait(20)
-        meetings[1 - gone].has_news_within(0)  # it reads the state, as each sign of life does
+        meetings[1 - gone].has_news_within(0)  # it reads the state, as each heartbeat does
         return world or counted()
 
     def met_or_killed(number: int, store: Any, **options: Any) -> RendezvousStoreInfo:
@@ -634,7 +634,7 @@ def test_no_step_is_lost_where_the_other_nodes_hold_all_of_it(tmp_path: Path) ->
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
 @pytest.mark.parametrize("which", [0, 1], ids=["the first node", "the second node"])
 def test_a_node_that_stands_still_writes_nothing_when_it_wakes(which: int, tmp_path: Path) -> None:
-    """It stands for longer than its signs of life may stay out, and wakes while the other one trains."""
+    """It stands for longer than its heartbeat may be missing, and wakes while the other one trains."""
     steps = 400
     alone = file_of(tmp_path, "alone", train__max_steps=steps)
     tree = file_of(tmp_path, "run", train__max_steps=steps, train__nodes="1:2")

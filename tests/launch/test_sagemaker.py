@@ -14,7 +14,7 @@ import yaml
 import fivefold as ff
 from fivefold import cli
 from fivefold.core.errors import UserError
-from fivefold.launch.sagemaker import GRACE, Hosts, find_hosts, set_for_hosts, torchrun
+from fivefold.launch.torchrun import GRACE, Hosts, find_hosts, set_for_hosts, torchrun_command
 from tests.training.bodies import column, run_file
 
 NONE = Path("/nowhere")
@@ -56,13 +56,13 @@ def test_hosts_that_cannot_be_read_are_refused(said: dict[str, str]) -> None:
 
 
 def test_the_torchrun_of_a_host() -> None:
-    command = torchrun(HOSTS, ["notes.yaml", "train.seed=7"], None, {"SM_NUM_GPUS": "8"})
+    command = torchrun_command(HOSTS, ["notes.yaml", "train.seed=7"], None, {"SM_NUM_GPUS": "8"})
     assert command[1:] == [
         *("-m", "fivefold.launch.torchrun", "--nnodes", "3", "--node-rank", "2", "--nproc-per-node", "8"),
         *("--master-addr", "algo-1", "--master-port", "7777"),
         *("-m", "fivefold.cli", "train", "notes.yaml", "train.seed=7"),
     ]
-    assert "--nproc-per-node 4 " in " ".join(torchrun(HOSTS, [], 4, {"SM_NUM_GPUS": "8"}))
+    assert "--nproc-per-node 4 " in " ".join(torchrun_command(HOSTS, [], 4, {"SM_NUM_GPUS": "8"}))
     env = {"NCCL_SOCKET_IFNAME": "efa0"}
     set_for_hosts(HOSTS, env)
     assert env == {
@@ -75,7 +75,7 @@ def test_the_command_becomes_a_torchrun_and_a_process_of_python_is_told() -> Non
     with patch.dict(os.environ, said), patch("os.execv", side_effect=SystemExit(0)) as replaced:
         with pytest.raises(SystemExit):
             cli.main(("train", "train.seed=7", "--nproc", "2", "--verify"))
-        assert replaced.call_args[0][1] == torchrun(HOSTS, ["train.seed=7", "--verify"], 2)
+        assert replaced.call_args[0][1] == torchrun_command(HOSTS, ["train.seed=7", "--verify"], 2)
         with pytest.raises(UserError, match="3 hosts"):
             ff.train()
 

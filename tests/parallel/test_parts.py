@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fivefold.core.errors import UserError
-from fivefold.parallel.parts import NarrowPart, Part
+from fivefold.parallel.parts import Part
 
 VALUES = torch.arange(1.0, 17.0).view(4, 4)
 
@@ -25,26 +25,30 @@ def four_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def part(kind: type[Part], values: Tensor, place: Any) -> Any:
-    made = DTensor.from_local(values, init_device_mesh("cpu", (2, 2)), [Replicate(), place], run_check=False)
-    made.__class__ = kind
+def part(values: Tensor) -> Any:
+    made = DTensor.from_local(values, init_device_mesh("cpu", (2, 2)), [Replicate(), Replicate()], run_check=False)
+    made.__class__ = Part
     return made
 
 
 READS: tuple[Callable[[Any], Any], ...] = (
-    Tensor.item, float, int, bool, complex, operator.index,
-)  # fmt: skip
-COPIES: tuple[Callable[[Any], Any], ...] = (Tensor.tolist, Tensor.numpy, np.asarray)  # torch has none of a DTensor
+    Tensor.item,
+    float,
+    int,
+    bool,
+    complex,
+    operator.index,
+    Tensor.tolist,
+    Tensor.numpy,
+    np.asarray,
+    lambda p: p.full_tensor(),
+)
 
 
-@pytest.mark.parametrize("read", READS + COPIES)
-def test_a_number_is_read_of_what_every_rank_has_alone(read: Callable[[Any], Any]) -> None:
-    one = torch.tensor(1)
-    if read in READS:
-        assert read(part(Part, one, Replicate())) == 1
-    for kind, place in ((Part, Partial()), (NarrowPart, Replicate())):
-        with pytest.raises(UserError, match="every rank would read another"):
-            read(part(kind, one, place))
+@pytest.mark.parametrize("read", READS)
+def test_a_number_of_a_part_is_not_read(read: Callable[[Any], Any]) -> None:
+    with pytest.raises(UserError, match="of which this rank holds a part"):
+        read(part(torch.tensor(1)))
 
 
 TOGETHER: tuple[Callable[[Any], Any], ...] = (
@@ -60,4 +64,4 @@ TOGETHER: tuple[Callable[[Any], Any], ...] = (
 def test_what_needs_the_parts_of_other_ranks_is_refused(call: Callable[[Any], Any]) -> None:
     given = (0,) if call in (torch.logsumexp, torch.softmax, torch.cumsum) else ()
     with pytest.raises(UserError, match="of which this rank holds a part"):
-        call(part(NarrowPart, VALUES.clone(), Replicate()), *given)
+        call(part(VALUES.clone()), *given)

@@ -301,16 +301,6 @@ def test_a_routers_buffer_has_one_owner(layout: str) -> None:
     assert sum(placement.is_first_of_stage for placement in placements) == of_ranks[0].layout.pp
 
 
-@pytest.mark.parametrize(
-    ("layout", "family", "expected"),
-    [("shard2", "mixtral", False), ("shard2.ep2", "mixtral", True), ("tp2", "llama", True), ("pp2", "llama", True),
-     ("dp2.shard2.cp2", "llama", False)],
-)  # fmt: skip
-def test_parts_that_fsdp_does_not_know(layout: str, family: str, expected: bool) -> None:
-    """A norm over a rank's mesh would miss them."""
-    assert all(plan.placement.parts_beyond_fsdp is expected for plan in plans(layout, facts(family)))
-
-
 def test_what_is_frozen_beside_an_adapter_rests_as_it_computes() -> None:
     placement = lower(adapted(facts(), Lora(rank=3)), Layout.parse("shard2"), 0).placement
     resting = {name for name in placement.shards if placement.rests_as_computed(name)}
@@ -402,11 +392,11 @@ ASK = """
 import re, sys, time
 from pathlib import Path
 start = time.process_time()
-from fivefold.doctor.plan import examine
+from fivefold.doctor.model import examine_layout
 from fivefold.parallel.calls import calls
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.features import edits
-report = examine({folder!r}, layout={layout!r}, rank={rank})
+report = examine_layout({folder!r}, layout={layout!r}, rank={rank})
 took = time.process_time() - start  # and memory: of this program alone, where `ru_maxrss` starts with its parent's
 kib = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 assert report.rows and "torch" not in sys.modules

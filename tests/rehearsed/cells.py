@@ -20,7 +20,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.layout import Layout
 from fivefold.rehearsal import stand_in
 from fivefold.rehearsal.launch import changes, resolved, scratch, stage
-from fivefold.rehearsal.request import Request, Seen
+from fivefold.rehearsal.request import RehearsalRequest, Seen
 
 TABLE = Path(__file__).with_name("table.json")
 CLUSTER = Cluster.parse("8xH100")
@@ -83,7 +83,7 @@ def rows() -> Iterator[Callable[[Cell], Row]]:
         yield partial(_row, folder, play)
 
 
-def _row(folder: Path, play: Callable[[Request], Seen], cell: Cell) -> Row:
+def _row(folder: Path, play: Callable[[RehearsalRequest], Seen], cell: Cell) -> Row:
     try:
         asked = request(cell, folder, f"{time.monotonic_ns()}")
     except UserError as refusal:
@@ -91,7 +91,7 @@ def _row(folder: Path, play: Callable[[Request], Seen], cell: Cell) -> Row:
     return numbers(play(asked))
 
 
-def request(cell: Cell, folder: Path, name: str) -> Request:
+def request(cell: Cell, folder: Path, name: str) -> RehearsalRequest:
     """Rows of 2,048 tokens, blocks compiled, random documents."""
     layout = Layout.parse(cell.layout)
     model, run = folder / cell.family, folder / f"{name}.yaml"
@@ -107,7 +107,7 @@ def request(cell: Cell, folder: Path, name: str) -> Request:
     place = Cluster.parse(f"{layout.world}x{CLUSTER.chip.name}")
     overrides = [f"layout={cell.layout}", *changes(folder / name, STEPS, is_full=True)]
     config, _ = resolved(run, overrides, place)
-    return Request(
+    return RehearsalRequest(
         config=config.to_yaml(), folder=str(folder / name), rank=layout.world - 1, world=layout.world,
         local_size=layout.world, steps=STEPS, synthetic=True,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from fivefold.core.errors import RunFailed
 from fivefold.core.interrupts import Stopped, sigterm_raises
 from fivefold.hardware.cluster import Cluster
 from fivefold.rehearsal import launch
-from fivefold.rehearsal.request import Request
+from fivefold.rehearsal.request import RehearsalRequest
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +21,8 @@ def _another_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
 
 
-def request(folder: Path, told: str) -> Request:
-    return Request(config=told, folder=str(folder / "0"), rank=3, world=8, local_size=8, steps=2)
+def request(folder: Path, told: str) -> RehearsalRequest:
+    return RehearsalRequest(config=told, folder=str(folder / "0"), rank=3, world=8, local_size=8, steps=2)
 
 
 @pytest.mark.full

@@ -12,13 +12,12 @@ from rich.console import Console
 
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.layout import Layout
-from fivefold.rehearsal.counts import COLLECTIVE, KINDS, LAUNCH, RECORD, WAIT, Entry
 from fivefold.rehearsal.launch import kinds
 from fivefold.rehearsal.memory import Running, items, made_by, peak_of
 from fivefold.rehearsal.report import TIGHT, Rehearsal
-from fivefold.rehearsal.request import Item, OutOfMemory, Phase, Recompile, Request, Seen, Sent, Sync
+from fivefold.rehearsal.request import Item, OutOfMemory, Phase, Recompile, RehearsalRequest, Seen, Sent, Sync
 from fivefold.rehearsal.stand_in import Lack
-from fivefold.rehearsal.stream_order import Group, issued
+from fivefold.rehearsal.stream_order import COLLECTIVE, KINDS, LAUNCH, RECORD, WAIT, Entry, Group, issued
 from fivefold.rehearsal.watch import Watch, line_of
 from fivefold.report.render import to_html, write
 from fivefold.training.out_of_memory import asked_bytes
@@ -268,7 +267,7 @@ def test_what_an_error_says_was_asked_for(message: str, asked: int) -> None:
 
 
 def test_of_a_phase_that_comes_again_the_last_time_counts() -> None:
-    request = Request(config="", folder="", rank=0, world=1, local_size=1, steps=2, is_full=False)
+    request = RehearsalRequest(config="", folder="", rank=0, world=1, local_size=1, steps=2, is_full=False)
     watch = Watch.of(request)
     for waits in (5, 2):
         for name in ("step 1", "evaluation"):

@@ -14,10 +14,9 @@ import pytest
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.hardware.cluster import Cluster
 from fivefold.rehearsal import changes, stand_in
-from fivefold.rehearsal.request import Request
+from fivefold.rehearsal.request import RehearsalRequest
 from fivefold.rehearsal.stage import world_of
-from fivefold.rehearsal.stand_in import SOURCE, Torch
-from fivefold.rehearsal.symbols import undefined
+from fivefold.rehearsal.stand_in import SOURCE, Torch, undefined
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ELF files are Linux's")
 needs_compiler = pytest.mark.skipif(stand_in.compiler() is None, reason="no C compiler")
@@ -155,7 +154,7 @@ def test_what_is_changed_on_each_machine_and_not_behind_it(is_full: bool) -> Non
 
 def test_a_rank_is_on_a_device_of_its_node() -> None:
     """Rank 11 of 16, 8 devices a node: the fourth. On the CPU it is alone on its machine."""
-    request = Request(config="", folder="", rank=11, world=16, local_size=8, steps=2)
+    request = RehearsalRequest(config="", folder="", rank=11, world=16, local_size=8, steps=2)
     world = world_of(request)
     assert (world.rank, world.local_rank, world.size, world.local_size, world.device) == (11, 3, 16, 8, "cuda:3")
     alone = world_of(replace(request, is_full=False))
@@ -187,7 +186,7 @@ def test_what_is_changed_is_there(subtests: pytest.Subtests) -> None:
 
 GRAPH = """
 import torch
-from fivefold.rehearsal.counts import Driver
+from fivefold.rehearsal.stream_order import Driver
 
 x, graph, driver = torch.zeros(4, device="cuda"), torch.cuda.CUDAGraph(), Driver()
 counts = [driver.counts().launches]

@@ -119,14 +119,14 @@ def test_a_node_that_is_lost_ends_no_run(tmp_path: Path, monkeypatch: pytest.Mon
     """The script of `fivefold launch` on a real Ray of two nodes, of which one is killed and another one comes."""
     from ray.cluster_utils import Cluster
 
-    from fivefold.jobs.launch import Request, written
+    from fivefold.jobs.launch import JobRequest, written
 
     monkeypatch.chdir(tmp_path)
     for name, value in (PATIENT | {"FIVEFOLD_CACHE": str(tmp_path / "cache")}).items():
         monkeypatch.setenv(name, value)
     tree = run_file(tmp_path, train__max_steps=STEPS, train__device="cpu", checkpoint__every=10)
     Path("run.yaml").write_text(yaml.safe_dump(tree))
-    _, script, _ = written(Request(run=Path("run.yaml"), to="ray", nodes=2, devices=1))
+    _, script, _ = written(JobRequest(run=Path("run.yaml"), to="ray", nodes=2, devices=1))
     Path("job.py").write_text(script)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:

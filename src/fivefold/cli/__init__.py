@@ -1,4 +1,4 @@
-"""The command line. One file per verb; each calls one library function, and none imports torch.
+"""The command line. Each verb calls one library function, and none imports torch.
 
 Errors are three lines on standard error: what is wrong and where, the likely fix, where to read more. Tracebacks appear
 under `--debug` only. Exit codes: 0 fine, 1 the operation failed, 2 the request is wrong.
@@ -13,22 +13,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import (
-    calibrate,
-    compare,
-    convert,
-    data,
-    doctor,
-    evaluate,
-    export,
-    generate,
-    launch,
-    plan,
-    rehearse,
-    report,
-    train,
-    verify,
-)
+from fivefold.cli import layouts, machine, model, train
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import INTERRUPTED
@@ -44,19 +29,19 @@ LOST_RANK = ("has left", "DistNetworkError", "Connection closed by", "Connection
 # Listed in this order, each with the first line of its docstring.
 VERBS: dict[str, Callable[..., None]] = {
     "train": train.train,
-    "launch": launch.launch,
-    "data": data.data,
-    "plan": plan.plan,
-    "rehearse": rehearse.rehearse,
-    "verify": verify.verify,
-    "compare": compare.compare,
-    "generate": generate.generate,
-    "evaluate": evaluate.evaluate,
-    "export": export.export,
-    "convert": convert.convert,
-    "report": report.report,
-    "calibrate": calibrate.calibrate,
-    "doctor": doctor.doctor,
+    "launch": train.launch,
+    "data": train.data,
+    "plan": layouts.plan,
+    "rehearse": layouts.rehearse,
+    "verify": layouts.verify,
+    "compare": layouts.compare,
+    "generate": model.generate,
+    "evaluate": model.evaluate,
+    "export": model.export,
+    "convert": train.convert,
+    "report": model.report,
+    "calibrate": machine.calibrate,
+    "doctor": machine.doctor,
 }
 
 app = typer.Typer(name="fivefold", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")

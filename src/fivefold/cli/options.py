@@ -1,5 +1,6 @@
 """Options shared by several verbs."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,12 @@ def place(context: typer.Context, option: typer.CallbackParam, path: str | None)
         if other != name:
             raise UserError(f"{path} is written by {other} and by {name}", fix=instead)
     return path
+
+
+class Device(StrEnum):
+    """The kind of device to compute on."""
+
+    AUTO, CPU, CUDA = "auto", "cpu", "cuda"
 
 
 # `fivefold.cli.main`, which prints every error, reads it; the verbs only list it in their help.

@@ -1,16 +1,26 @@
-"""`fivefold train`."""
+"""`fivefold train`, `launch`, `data` and `convert`: a run file, and what becomes of it."""
 
 import json
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import join
 from textwrap import fill
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.cli.options import Debug
+from fivefold.cli.options import Debug, Json, place
 from fivefold.core.errors import UserError
 from fivefold.core.streams import unseen_if_need_be
+from fivefold.core.terminal import say
+from fivefold.jobs.engines import names
+
+if TYPE_CHECKING:
+    from fivefold.config import RunConfig
+    from fivefold.data.ahead import Ahead
+    from fivefold.data.shown import DataReport
+    from fivefold.report.table import Report
 
 _COLUMNS = 80  # width of the list of keys
 
@@ -57,13 +67,13 @@ def train(
 def _become_torchrun(arguments: list[str], nproc: int | None) -> None:
     """Replace this process by a torchrun if SageMaker has started it on each of several hosts. What keeps its id keeps
     getting the signals."""
-    from fivefold.launch.sagemaker import find_hosts, set_for_hosts, torchrun
+    from fivefold.launch.torchrun import find_hosts, set_for_hosts, torchrun_command
     from fivefold.launch.world import find_world
 
     hosts = find_hosts() if find_world("cpu") is None else None
     if hosts:
         set_for_hosts(hosts)
-        command = torchrun(hosts, arguments, nproc)
+        command = torchrun_command(hosts, arguments, nproc)
         os.execv(command[0], command)
 
 
@@ -107,3 +117,174 @@ def _plain(value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(getattr(item, "path", str(item)) for item in value) or "none"
     return str(value)
+
+
+def launch(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN.yaml key=value", help="A run file, and keys to set on top of it."),
+    ],
+    to: Annotated[
+        str, typer.Option("--to", metavar="ENGINE", help=f"The engine that starts it: {', '.join(names())}.")
+    ],
+    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of each, or ranks on a CPU.", show_default="8; on a CPU 2")
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option(metavar="TIME", help="The most that it may take, such as 12h.", show_default=False)
+    ] = None,
+    image: Annotated[
+        str, typer.Option(metavar="NAME", help="Container image that has fivefold in it.", show_default=False)
+    ] = "",
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write the file instead of printing it.", show_default=False, callback=place),
+    ] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit it too. The file is kept.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write the job of a run for a cluster: a small file to read, change and submit.
+
+    Example: fivefold launch run.yaml --to slurm --nodes 2 --output run.sbatch
+    """
+    run, overrides = split_arguments(arguments)
+    if run is None:
+        raise UserError(
+            f"{arguments[0]} is no run file, which comes first", fix="fivefold launch RUN.yaml key=value ..."
+        )
+    from fivefold.jobs.launch import JobRequest, save, submit_file, written
+
+    request = JobRequest(run=run, to=to, overrides=overrides, nodes=nodes, devices=devices, time=time, image=image)
+    engine, text, usual = written(request)
+    if not (output or submit):
+        print(text, end="")
+        return
+    file = Path(output) if output else usual
+    save(engine, file, text)
+    command = join(engine.submit(file))
+    say(f"wrote {file}, {engine.title}" + ("" if submit else f"; submit it with: {command}"))
+    if submit:
+        say(submit_file(engine, file))
+
+
+def data(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN.yaml key=value", help="A run file (none: the demo's), and keys to set.", show_default=False
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to show, in the order of training.")] = 2,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Tokenise ahead of the run; what is done already is kept.")
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --prepare: processes. Default: one for each core.", show_default=False),
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N", help="With --prepare: only share I of N, from 0, as a job of an array.", show_default=False
+        ),
+    ] = None,
+    json: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Show rows as the model will see them, and which tokens are trained.
+
+    The run finds these tokens in the cache.
+
+    Examples: fivefold data run.yaml data.train.path=chat.jsonl --rows 3    fivefold data run.yaml --prepare --workers 8
+    """
+    path, overrides = split_arguments(arguments or [])
+    from fivefold.config import load_config
+    from fivefold.report.table import write
+
+    config = load_config(path, overrides)
+    if prepare:
+        write(_prepared(config, workers, shard), json=json)
+        return
+    if workers or shard is not None:
+        raise UserError(
+            f"{'--workers' if workers else '--shard'} is of --prepare", fix="fivefold data RUN.yaml --prepare ..."
+        )
+    write(_shown(config, rows), json=json)
+
+
+def _shown(config: "RunConfig", rows: int) -> "DataReport":
+    """Rows of a run as the model will see them."""
+    from fivefold.data import prepare
+    from fivefold.data.shown import examine
+
+    return examine(prepare(config), rows)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One source in the table of `--prepare`."""
+
+    source: str
+    units: str
+    documents: str
+    tokens: str
+
+
+def _prepared(config: "RunConfig", workers: int | None, shard: str | None) -> "Report[_Line]":
+    """Tokenise ahead, and report it."""
+    from fivefold.data.ahead import parse_shard, prepare_ahead
+    from fivefold.report.table import Report
+    from fivefold.training.launch import preparing
+
+    share = None if shard is None else parse_shard(shard)
+    with preparing() as progress:
+        ahead = prepare_ahead(config, workers=workers, shard=share, progress=progress)
+    lines = tuple(
+        _Line(one.source, f"{one.done:,} of {one.units:,}", f"{one.documents:,}", f"{one.tokens:,}")
+        for one in ahead.sources
+    )
+    details = {
+        "sources": [asdict(one) for one in ahead.sources],
+        "units_tokenised": ahead.tokenised,
+        "bytes_tokenised": ahead.size,
+        "seconds": ahead.seconds,
+        "units_left": ahead.left,
+        "train_rows": None if ahead.data is None or config.data.streaming else len(ahead.data.whole),
+    }
+    return Report(
+        title="prepared", rows=lines, ok=True, closing=_closing(ahead, streaming=config.data.streaming), details=details
+    )
+
+
+def _closing(ahead: "Ahead", *, streaming: bool) -> str:
+    from fivefold.core.units import many
+
+    speed = ahead.size / 1e6 / ahead.seconds
+    said = f"{many(ahead.tokenised, 'unit')} tokenised here, {ahead.size / 1e6:,.1f} MB of text"
+    said += f", in {ahead.seconds:,.1f} s ({speed:.2f} MB/s)" if ahead.tokenised else ""
+    if streaming:
+        left = f"{many(ahead.left, 'unit')} not yet done: the run tokenises them while training" * bool(ahead.left)
+        return f"{said}. {left or 'All units are ready: the run packs them window by window'}."
+    if ahead.data is None:
+        return (
+            f"{said}. {many(ahead.left, 'unit')} of other shards not yet done: the last shard joins them, and so does "
+            "--prepare without --shard, which also does what is missing."
+        )
+    return f"{said}. Ready: {many(len(ahead.data.whole), 'row')} of {ahead.data.whole.seq_length:,} to train on."
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A config of axolotl, LLaMA-Factory or TRL.")],
+    devices: Annotated[int, typer.Option(min=1, help="Devices of the config: batches are of all of them.")] = 1,
+    debug: Debug = False,
+) -> None:
+    """Print a config of axolotl, LLaMA-Factory or TRL as a run file.
+
+    Comments name changed keys beside their lines, and keys without a counterpart at the head. Others are refused.
+
+    Example: fivefold convert axolotl.yml --devices 8 > run.yaml
+    """
+    from fivefold.convert import convert
+
+    say(str(convert(file, devices=devices)).rstrip("\n"))

@@ -52,7 +52,7 @@ class Finding:
     advice: str = ""
 
 
-def examine() -> Report[Finding]:
+def examine_machine() -> Report[Finding]:
     """Look at everything; `ok` is false if something that fivefold needs is missing."""
     findings = tuple(finding for look in LOOKS for finding in look())
     missing = [finding.what for finding in findings if finding.state == "missing"]

@@ -57,7 +57,7 @@ class NodesReport(Report[Seen]):
         return Findings(command=self.title, headline="", ok=self.ok, sections=[Section(parts, self.title)])
 
 
-def examine(
+def examine_nodes(
     *, nproc: int | None, device: str = "auto", layout: str = "", cluster: str = "", files: Sequence[str] = ()
 ) -> NodesReport | None:
     """Report on all ranks: those that torchrun or srun has started, else `nproc` on this machine. None on the ranks

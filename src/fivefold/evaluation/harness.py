@@ -19,8 +19,8 @@ from fivefold.evaluation.scores import log_probabilities
 from fivefold.generation import GenerateRequest
 from fivefold.generation.opened import Opened
 from fivefold.generation.prompts import Prompt, answers
-from fivefold.launch.told import told
 from fivefold.launch.world import World
+from fivefold.parallel.plain import of_first
 
 _POSITIONS = 2048  # for a model whose config has none
 _NEW_TOKENS = 256  # default of a task, as in lm-eval
@@ -32,7 +32,7 @@ def evaluate_tasks(
 ) -> tuple[list[TaskResult], Mapping[str, Any]]:
     """Evaluate `request.tasks`: results and versions on the first rank, nothing on others. Raises `UserError` if
     lm-eval is not installed or rejects the tasks."""
-    ranks = _Ranks(opened, request.batch_size, world)
+    ranks = _Ranks(opened, request.batch_size)
     if not world.is_first:
         ranks.serve()
         return [], {}
@@ -128,12 +128,11 @@ class _Ranks:
 
     opened: Opened
     batch_size: int
-    world: World
     is_computing: bool = False  # stays true after a failure: the others then do not listen for the end
 
     def call(self, kind: str, value: Any) -> Any:
         """On the first rank: have all ranks compute `kind` of `value`, which is JSON, and return the result."""
-        told([kind, value], self.world)
+        of_first([kind, value])
         self.is_computing = True
         found = self._do(kind, value)
         self.is_computing = False
@@ -142,7 +141,7 @@ class _Ranks:
     def serve(self) -> None:
         """On the other ranks: compute each request, until the end."""
         while True:
-            kind, value = told(None, self.world)
+            kind, value = of_first(None)
             if kind == _END:
                 return
             self._do(kind, value)
@@ -154,7 +153,7 @@ class _Ranks:
             yield
         finally:
             if not self.is_computing:
-                told([_END, None], self.world)
+                of_first([_END, None])
 
     def _do(self, kind: str, value: Any) -> Any:
         do: Callable[[Any], Any] = {"score": self._score, "write": self._write}[kind]

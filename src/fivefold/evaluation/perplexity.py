@@ -18,10 +18,10 @@ from fivefold.data.store import store_for
 from fivefold.evaluation import SEQ_LENGTH, EvaluateRequest
 from fivefold.evaluation.report import TextResult
 from fivefold.generation.opened import Opened, check_vocabulary
-from fivefold.launch.told import told
 from fivefold.launch.world import World
 from fivefold.models.forwards import check_lengths
 from fivefold.parallel.alike import check_alike
+from fivefold.parallel.plain import of_first
 from fivefold.parallel.state import state_of
 from fivefold.training.step import summed_loss
 
@@ -60,7 +60,7 @@ def evaluate_text(opened: Opened, request: EvaluateRequest, world: World) -> Tex
     loss, targets = summed_loss(opened.model, batches)
     read = rows.rows_within(most)
     whole = files is not None and read == len(rows) and not rows.counts.shortened
-    size = told(text_bytes(files, opened) if whole and files and world.is_first else None, world)
+    size = of_first(text_bytes(files, opened) if whole and files and world.is_first else None)
     return TextResult(
         text=name, loss_sum=loss, targets=targets, tokens=int(rows.row_tokens[:read].sum()), rows=read,
         seq_length=rows.seq_length, text_bytes=size,

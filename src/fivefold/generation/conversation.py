@@ -13,8 +13,8 @@ from fivefold.generation import GenerateRequest
 from fivefold.generation.decode import Seen
 from fivefold.generation.opened import Opened
 from fivefold.generation.text import pieces
-from fivefold.launch.told import told
 from fivefold.launch.world import World
+from fivefold.parallel.plain import of_first
 
 HELP = "/reset forgets what was said, /exit ends (so do Ctrl-D and Ctrl-C)"
 
@@ -83,7 +83,7 @@ def converse(chat: Chat, world: World, lines: Iterator[str], write: Callable[[st
     while True:
         if shows_prompt:
             show("> ")
-        line = told(next(lines, None) if world.is_first else None, world)
+        line = of_first(next(lines, None) if world.is_first else None)
         if line is None or line.strip() == "/exit":
             if line is None and shows_prompt:
                 show("\n")

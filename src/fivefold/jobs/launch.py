@@ -22,7 +22,7 @@ _MINUTES = {"m": 1, "h": 60, "d": 24 * 60}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class JobRequest:
     """Arguments of `fivefold launch`. `devices`: of a node; None for 8, or 2 on a CPU. `time`: such as 90m or 12h."""
 
     run: Path
@@ -34,7 +34,7 @@ class Request:
     image: str = ""
 
 
-def job_of(request: Request) -> Job:
+def job_of(request: JobRequest) -> Job:
     """The job. Raises `UserError` for a run file that cannot be run, or not on as many devices."""
     if not request.run.is_file():
         raise UserError(f"{request.run} is no file, and a job is made of a run file", fix="name one", more=MORE)
@@ -77,7 +77,7 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _named(config: RunConfig, request: Request) -> dict[str, dict[str, str]]:
+def _named(config: RunConfig, request: JobRequest) -> dict[str, dict[str, str]]:
     """`Job.code` and `Job.files` of a run."""
     file = RunFile.read(request.run).overridden(request.overrides)
     code, files = dict[str, str](), dict[str, str]()
@@ -109,13 +109,13 @@ def minutes(time: str) -> int:
     return int(number[1]) * _MINUTES[number[2]]
 
 
-def written(request: Request) -> tuple[Engine, str, Path]:
+def written(request: JobRequest) -> tuple[Engine, str, Path]:
     """The engine, the text of its file, and the name that the file has by default. Raises `UserError`."""
     chosen, job = engine(request.to), job_of(request)
     return chosen, chosen.text(job), Path(f"{job.label}{chosen.suffix}")
 
 
-def submit(chosen: Engine, file: Path) -> str:
+def submit_file(chosen: Engine, file: Path) -> str:
     """Submit a file, and return what the engine's program said. Raises `UserError` if it is missing, `RunFailed` if it
     refused."""
     command = list(chosen.submit(file))

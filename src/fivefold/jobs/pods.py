@@ -6,8 +6,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fivefold.core.errors import UserError
-from fivefold.jobs.commented import Note
 from fivefold.jobs.job import PORT, SAVED, WRONG, Job, no_option
+from fivefold.jobs.text import Note
 
 CONTAINER = "node"  # the name that Kubeflow Trainer asks for
 FOLDER = "/work"  # where the volume is: relative paths of a run file begin there

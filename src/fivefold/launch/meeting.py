@@ -1,7 +1,7 @@
 """The rendezvous of ranks under another launcher: a store of torch, at a port of rank 0 or of torchrun's agent.
 
 While ranks wait, missing ones are named, and after a timeout the wait ends. A node may not have started, or another job
-has left `RANK` and `WORLD_SIZE` in the environment. Each rank that waits gives signs of life. Once rank 0 sees those of
+has left `RANK` and `WORLD_SIZE` in the environment. Each rank that waits renews its heartbeat. Once rank 0 sees that of
 all ranks, it opens a round with keys of its own: a rank that came and died is missing until it comes again.
 """
 
@@ -29,7 +29,7 @@ LOOPBACK = "127.0.0.1"
 FIRST, EVERY = 10.0, 60.0  # seconds until the first report of missing ranks, and between later ones
 _PAUSE = 1.0  # most seconds between two checks
 _ANSWER = 10.0  # seconds for a store to answer
-_GONE = 3.0  # seconds without a sign of life after which a rank counts as ended: it gives one each `_PAUSE`
+_GONE = 3.0  # seconds without a heartbeat after which a rank counts as ended: it has one each `_PAUSE`
 _ROUND, _ENDED = "fivefold/round", "ended"  # key: the processes of all ranks, or that its store ends
 
 
@@ -176,7 +176,7 @@ def _wait_for_all(store: Any, rank: int, size: int, place: str, wait: _Wait) -> 
     """Wait until all ranks are present at once. Returns the name of this round, the same on each of them."""
     from torch.distributed import DistNetworkError
 
-    presence = _Presence(store, rank, size, place)
+    presence = _RankPresence(store, rank, size, place)
     try:
         try:
             while not (name := presence.round()):
@@ -199,8 +199,8 @@ def _store_has_ended(rank: int, place: str) -> OthersGone:
     )
 
 
-class _Sign(NamedTuple):
-    """A sign of life, the value of a rank's key: the same but for `number` as long as a process waits."""
+class _Heartbeat(NamedTuple):
+    """A heartbeat, the value of a rank's key: the same but for `number` as long as a process waits."""
 
     process: str  # unique over all machines and starts
     number: int
@@ -209,38 +209,40 @@ class _Sign(NamedTuple):
     host: str
 
 
-class _Presence:
-    """The sign of life of this rank, renewed whenever it looks, and its view of the others' signs.
+class _RankPresence:
+    """The heartbeat of this rank, renewed whenever it looks, and its view of the others' heartbeats.
 
-    torchrun's store outlives its ranks, and the last sign of a dead process stays there. Only a sign that changes while
-    this rank looks is one of a living process. Clocks of different machines are never compared.
+    torchrun's store outlives its ranks, and the last heartbeat of a dead process stays there. Only one that changes
+    while this rank looks is of a living process. Clocks of different machines are never compared.
     """
 
     def __init__(self, store: Any, rank: int, size: int, place: str) -> None:
         self._store, self._rank, self._place = store, rank, place
-        self._next = _Sign(uuid4().hex, 0, size, os.getpid(), socket.gethostname())
-        self._last = ""  # value that the next sign replaces
-        self._seen: dict[int, tuple[str, float, bool]] = {}  # by rank: the sign, since when, and whether it is a change
+        self._next = _Heartbeat(uuid4().hex, 0, size, os.getpid(), socket.gethostname())
+        self._last = ""  # value that the next heartbeat replaces
+        self._seen: dict[
+            int, tuple[str, float, bool]
+        ] = {}  # by rank: the heartbeat, since when, and whether it is a change
         self._living: list[int] = []
         if rank == 0:
             for member in range(size):
                 store.compare_set(_key(member), "", "")  # all can then be read in one call
 
     def round(self) -> str:
-        """Give a sign of life. Returns the name of the round that this process is in; "" before rank 0 has opened it.
+        """Renew the heartbeat. Returns the name of the round that this process is in; "" before rank 0 has opened it.
 
         Raises `UserError` if another process has this rank, or started with another world size; `RunFailed` if rank 0
         has ended, and the store with it.
         """
         self._renew()
         if self._rank == 0:
-            signs = [sign.decode() for sign in self._store.multi_get([*map(_key, range(self._next.size))])]
-            living = [rank for rank, sign in enumerate(signs) if self._lives(rank, sign)]
-            self._living = [rank for rank in living if _sign(signs[rank]).size == self._next.size]
-            if len(self._living) == len(signs):
-                self._store.set(_ROUND, " ".join(sign.split()[0] for sign in signs))
+            beats = [beat.decode() for beat in self._store.multi_get([*map(_key, range(self._next.size))])]
+            living = [rank for rank, beat in enumerate(beats) if self._lives(rank, beat)]
+            self._living = [rank for rank in living if _parsed(beats[rank]).size == self._next.size]
+            if len(self._living) == len(beats):
+                self._store.set(_ROUND, " ".join(beat.split()[0] for beat in beats))
         elif self._lives(0, first := self._read(_key(0))):
-            size = _sign(first).size
+            size = _parsed(first).size
             if size != self._next.size:
                 raise UserError(
                     f"rank {self._rank} was started with WORLD_SIZE {self._next.size}, and rank 0 with {size}",
@@ -262,7 +264,7 @@ class _Presence:
         return f"{waits} {listed(missing, 8)}: {len(self._living)} of {self._next.size} have come{had_come}"
 
     def withdraw(self) -> None:
-        """Take the sign back: this process no longer waits."""
+        """Take the heartbeat back: this process no longer waits."""
         with suppress(RuntimeError):  # the store has ended
             self._store.compare_set(_key(self._rank), self._last, "")
 
@@ -273,7 +275,7 @@ class _Presence:
         if found == mine:
             self._last = mine
         elif self._lives(self._rank, found):
-            other, me = (f"process {sign.pid} of {sign.host}" for sign in (_sign(found), self._next))
+            other, me = (f"process {beat.pid} of {beat.host}" for beat in (_parsed(found), self._next))
             raise UserError(
                 f"rank {self._rank} has come already: it is {other}, and this is {me}",
                 fix="give each process a RANK of its own: 0 to WORLD_SIZE - 1",
@@ -281,11 +283,11 @@ class _Presence:
         elif not found or self._age(self._rank) >= _GONE:
             self._last = found
 
-    def _lives(self, rank: int, sign: str) -> bool:
-        """True if `sign`, which the store holds now, is one of a living process."""
-        if rank not in self._seen or self._seen[rank][0] != sign:
-            self._seen[rank] = sign, time.monotonic(), rank in self._seen
-        return bool(sign) and self._seen[rank][2] and self._age(rank) < _GONE
+    def _lives(self, rank: int, beat: str) -> bool:
+        """True if `beat`, which the store holds now, is of a living process."""
+        if rank not in self._seen or self._seen[rank][0] != beat:
+            self._seen[rank] = beat, time.monotonic(), rank in self._seen
+        return bool(beat) and self._seen[rank][2] and self._age(rank) < _GONE
 
     def _age(self, rank: int) -> float:
         return time.monotonic() - self._seen[rank][1]
@@ -295,9 +297,9 @@ class _Presence:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
-def _sign(text: str) -> _Sign:
+def _parsed(text: str) -> _Heartbeat:
     process, number, size, pid, host = text.split(" ", 4)
-    return _Sign(process, int(number), int(size), int(pid), host)
+    return _Heartbeat(process, int(number), int(size), int(pid), host)
 
 
 def _key(rank: int) -> str:

@@ -155,7 +155,7 @@ class Meeting:
         self._there: Mapping[str, int] = {}
         self._last = 0  # number of the last round of this node
         here = address()
-        self._presence = _Presence(self._folder, here)
+        self._presence = _LauncherLocks(self._folder, here)
         try:
             _agree(self._folder / "agreed", about or {})
         except UserError:
@@ -286,59 +286,60 @@ class FileBackend(RendezvousBackend):
 
 
 @dataclass
-class _Heard:
-    """A text that another node has written: the seconds that this one has known it, and the time it has said of it."""
+class _Heartbeat:
+    """A text that another node has written, the seconds since this node first read it, and the time that torch was
+    given for it."""
 
-    sign: str
+    text: str
     age: float
-    told: datetime
+    last_seen: datetime
 
 
 class Clock:
-    """The times in a state of torch's rendezvous, by this node's clock alone: a text that another node has written is
-    as old as this node has known it. `lives(address, process id)`: whether the launcher of a node does.
+    """Times in a state of torch's rendezvous by this node's clock alone: a heartbeat is as old as this node has known
+    its text. `lives(address, process id)`: whether the launcher of a node does.
 
-    Only time is counted in which this process looks, so one that stood still does not take the others for dead.
-    `all_there(nodes)`: whether these, by address and process id, are all nodes whose launchers live; a round then waits
-    for no more of them.
+    Only time in which this process looks is counted, so that a node that was suspended does not take the others for
+    dead. `all_there(nodes)`: whether these, by address and process id, are all nodes whose launchers live; a round then
+    waits for no more of them.
     """
 
     def __init__(self, lives: Callable[[str, int], bool], now: Callable[[], float] = time.monotonic) -> None:
         self._lives, self._now, self._looked = lives, now, now()
-        self._heard: dict[tuple[str, int, int] | None, _Heard] = {}
+        self._heartbeats: dict[tuple[str, int, int] | None, _Heartbeat] = {}
         self.all_there: Callable[[set[tuple[str, int]]], bool] = lambda _: False
 
     def look(self) -> None:
         """Count the time since the last look."""
         now = self._now()
-        for heard in self._heard.values():
-            heard.age += min(now - self._looked, 2 * HEARTBEAT)
+        for heartbeat in self._heartbeats.values():
+            heartbeat.age += min(now - self._looked, 2 * HEARTBEAT)
         self._looked = now
 
-    def heard(self, node: tuple[str, int, int], sign: str) -> datetime:
-        """When a node has given its last sign of life; long ago, if it has ended."""
-        heard = self._of(node, sign)
-        is_there = self._lives(*node[:2])
-        heard.told = datetime.now(UTC) - timedelta(seconds=heard.age) if is_there else datetime.min.replace(tzinfo=UTC)
-        return heard.told
+    def last_seen(self, node: tuple[str, int, int], text: str) -> datetime:
+        """Time of a node's last heartbeat; long ago, if its launcher has ended."""
+        heartbeat = self._of(node, text)
+        seen = datetime.now(UTC) - timedelta(seconds=heartbeat.age)
+        heartbeat.last_seen = seen if self._lives(*node[:2]) else datetime.min.replace(tzinfo=UTC)
+        return heartbeat.last_seen
 
-    def until(self, sign: str, nodes: Sequence[tuple[str, int, int]]) -> datetime:
-        """Until when a round with `nodes` waits for more."""
-        heard = self._of(None, sign)
+    def deadline(self, text: str, nodes: Sequence[tuple[str, int, int]]) -> datetime:
+        """Time until which a round with `nodes` waits for more."""
+        heartbeat = self._of(None, text)
         left = -LAST_CALL if self.all_there({node[:2] for node in nodes}) else LAST_CALL
-        heard.told = datetime.now(UTC) + left - timedelta(seconds=heard.age)
-        return heard.told
+        heartbeat.last_seen = datetime.now(UTC) + left - timedelta(seconds=heartbeat.age)
+        return heartbeat.last_seen
 
-    def written(self, node: tuple[str, int, int] | None, time: datetime) -> str:
+    def text(self, node: tuple[str, int, int] | None, time: datetime) -> str:
         """The text of a time: what another node has written, or a new one for a time that torch has set here."""
-        heard = self._heard.get(node)
-        return heard.sign if heard and heard.told == time else f"{os.getpid()} {time.isoformat()}"
+        heartbeat = self._heartbeats.get(node)
+        return heartbeat.text if heartbeat and heartbeat.last_seen == time else f"{os.getpid()} {time.isoformat()}"
 
-    def _of(self, node: tuple[str, int, int] | None, sign: str) -> _Heard:
-        heard = self._heard.get(node)
-        if heard is None or heard.sign != sign:
-            heard = self._heard[node] = _Heard(sign, 0.0, datetime.now(UTC))
-        return heard
+    def _of(self, node: tuple[str, int, int] | None, text: str) -> _Heartbeat:
+        heartbeat = self._heartbeats.get(node)
+        if heartbeat is None or heartbeat.text != text:
+            heartbeat = self._heartbeats[node] = _Heartbeat(text, 0.0, datetime.now(UTC))
+        return heartbeat
 
 
 class _Locked:
@@ -361,7 +362,7 @@ class _Locked:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         os.close(self._descriptor)
-        if isinstance(error, OSError):  # torch goes on giving signs of life only after errors of its own kind
+        if isinstance(error, OSError):  # torch keeps up heartbeats only after errors of its own kind
             raise RendezvousConnectionError(f"{self._file}: {error.strerror}") from error
 
     def read(self) -> str:
@@ -373,7 +374,7 @@ class _Locked:
         os.pwrite(self._descriptor, line.encode() + b"\n", 0)
 
 
-class _Presence:
+class _LauncherLocks:
     """The locks that this launcher holds until it ends: one that all share, and one of its own."""
 
     def __init__(self, folder: Path, here: str) -> None:

@@ -3,7 +3,6 @@
 Whether its update is right on what a rank holds is tried on small tensors (`training/optimizers/trial.py`).
 """
 
-import sys
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
@@ -16,7 +15,7 @@ from fivefold.core.errors import UserError
 from fivefold.own_loop.batches import refusal
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.offload.runtime import WALKING
-from fivefold.parallel.parts import begin_step, end_step, paused
+from fivefold.parallel.parts import Part, paused
 from fivefold.torch_internals import first_after_step
 from fivefold.training.optimizers.trial import check_runs, check_update
 
@@ -52,19 +51,23 @@ def _before_hooks(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameter for group in optimizer.param_groups for parameter in group["params"] if hasattr(parameter, _LAYOUT)
     ]:
         begin = optimizer.register_step_pre_hook(partial(_begin, spread))
-        end = optimizer.register_step_post_hook(lambda *_: end_step(spread, optimizer.state))
+        end = optimizer.register_step_post_hook(_end)
         first_after_step(optimizer, end)
         setattr(optimizer, _WINDOW, (begin, end))
 
 
 def _begin(spread: Sequence[Tensor], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Begin a step, whose closure is the user's."""
-    begin_step(spread, sys._getframe(1))
+    Part.steps += 1
 
     def outside(given: Any) -> Any:
         return paused(spread)(given) if callable(given) else given
 
     return tuple(map(outside, args)), {key: outside(value) for key, value in kwargs.items()}
+
+
+def _end(*_: Any) -> None:
+    Part.steps = max(Part.steps - 1, 0)
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:

@@ -47,14 +47,10 @@ def mixes_nothing(operator: Any) -> bool:
     return keeps_places(operator) or _plain(operator) in _PICKS or _plain(operator).startswith(_RANDOM)
 
 
-def is_random(operator: Any) -> bool:
-    """True if an operator draws numbers."""
-    return torch.Tag.nondeterministic_seeded in operator.tags
-
-
 def _plain(operator: Any) -> str:
     return of_one(operator.overloadpacket.__name__).removesuffix("_")
 
 
 def _is_pointwise(operator: Any) -> bool:
-    return torch.Tag.pointwise in operator.tags and operator.overloadpacket.__name__ != "equal"
+    is_drawn = torch.Tag.nondeterministic_seeded in operator.tags  # ranks would draw the same for different parts
+    return torch.Tag.pointwise in operator.tags and not is_drawn and operator.overloadpacket.__name__ != "equal"

@@ -21,7 +21,7 @@ from fivefold.models.hf_internals import implementations
 from fivefold.parallel.fsdp.copies import before_backward
 from fivefold.parallel.fsdp.runtime import put_in_order, reshard
 from fivefold.parallel.fsdp.spec import FsdpPlan
-from fivefold.parallel.parts import NarrowPartOfParameter, PartOfParameter, is_parameter
+from fivefold.parallel.parts import AssembledParameter, PartOfParameter
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.torch_internals import is_in_backward
 
@@ -142,7 +142,7 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
     model.register_forward_hook(drop, always_call=True)
     if plan.feature(FsdpPlan).rests_in_dtensors or plan.feature(FsdpPlan).copied:
         guard.parameters = _by_name(model)
-    kind = NarrowPartOfParameter if plan.placement.parts_beyond_fsdp else PartOfParameter
+    kind = PartOfParameter if plan.layout.world > plan.layout.dp_replicate else AssembledParameter
     for name, parameter in guard.parameters.items() if plan.feature(FsdpPlan).rests_in_dtensors else ():
         parameter.register_hook = refuse_gradient_hook  # type: ignore[method-assign]
         if name in plan.gradient_sums or (name == plan.tied and len(plan.placement.pp_ranks[name]) > 1):
@@ -172,7 +172,8 @@ def check_parameters(model: Any) -> None:
     if other := [
         name
         for name, parameter in held.items()
-        if found.get(name) is not parameter or (isinstance(parameter, DTensor) and not is_parameter(parameter))
+        if found.get(name) is not parameter
+        or (isinstance(parameter, DTensor) and not isinstance(parameter, AssembledParameter))
     ]:
         raise UserError(
             f"{other[0]} is another tensor than the one that ff.parallelize put there, and would be passed over",

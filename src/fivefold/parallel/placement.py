@@ -65,11 +65,6 @@ class Placement:
         return self.rank % (self.world // self.layout.pp) == 0
 
     @property
-    def parts_beyond_fsdp(self) -> bool:
-        """True if other ranks hold parts of the model that are unknown to FSDP's mesh of this rank."""
-        return self.layout.tp > 1 or self.layout.pp > 1 or self.grid.experts_apart
-
-    @property
     def owns_loss(self) -> bool:
         """True if this rank's loss is counted: every tp rank computes the same, and the first represents them."""
         return self.coords.tp == 0

@@ -28,7 +28,7 @@ from fivefold.planner.price import PriceList
 from fivefold.rehearsal import stand_in
 from fivefold.rehearsal.expected import or_why
 from fivefold.rehearsal.report import Rehearsal
-from fivefold.rehearsal.request import Request, Seen
+from fivefold.rehearsal.request import RehearsalRequest, Seen
 
 STAGE = "fivefold.rehearsal.stage"
 EVALUATED = 2  # micro batches of the evaluation on each rank: more would be the same
@@ -60,7 +60,7 @@ def rehearse(
         )
         vocabulary = None if synthetic else _prepare(config)
         requests = [
-            Request(
+            RehearsalRequest(
                 config=config.to_yaml(), folder=f"{folder}/{rank}", rank=rank, world=place.world,
                 local_size=place.devices_per_node, steps=steps, synthetic=synthetic, is_full=not lacks,
             )
@@ -153,7 +153,9 @@ def _planned(
 
 
 @contextmanager
-def stage(environment: Mapping[str, str], folder: Path, *, quiet: bool = True) -> Iterator[Callable[[Request], Seen]]:
+def stage(
+    environment: Mapping[str, str], folder: Path, *, quiet: bool = True
+) -> Iterator[Callable[[RehearsalRequest], Seen]]:
     """Inside, provide a function that rehearses the rank of a request, each in its own process. They are forked from
     one that has imported everything they need. `folder`: for its log, and for files of compilers."""
     reports, theirs = os.pipe()
@@ -174,7 +176,7 @@ def stage(environment: Mapping[str, str], folder: Path, *, quiet: bool = True) -
             process.communicate()
 
 
-def _played(process: "subprocess.Popen[bytes]", codes: IO[str], log: IO[bytes], request: Request) -> Seen:
+def _played(process: "subprocess.Popen[bytes]", codes: IO[str], log: IO[bytes], request: RehearsalRequest) -> Seen:
     folder = Path(request.folder)
     folder.mkdir()
     (folder / "request.json").write_text(json.dumps(vars(request)), encoding="utf-8")

@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RehearsalRequest:
     """One rank to rehearse. `config`: the resolved run file as YAML. `folder`: where the run writes. `local_size`:
     devices of a node. `synthetic`: random documents in place of `data.train`. `is_full`: with the stand-in for the
     driver; else on the CPU, with a process group that sends nothing."""

@@ -14,24 +14,30 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
 from fivefold import torch_internals
-from fivefold.config import parse_config
+from fivefold.config import RunConfig, parse_config
 from fivefold.core.cache import cache_root
 from fivefold.core.errors import UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import Stopped
-from fivefold.data.prepare import prepare
+from fivefold.data.counts import DataCounts, SourceCounts
+from fivefold.data.prepare import PreparedData, prepare
+from fivefold.data.rows import PackedRows, Pool, build_index
+from fivefold.data.store import StoreMeta, TokenStore
+from fivefold.data.tokenizer import TokenizerInfo
 from fivefold.launch.worker import die_with_parent
 from fivefold.launch.world import LAUNCHER, World, join
+from fivefold.models.build import load_model_config
 from fivefold.rehearsal.changes import AnswersAll, changed, environment
-from fivefold.rehearsal.request import Request, Seen
-from fivefold.rehearsal.synthetic import synthetic
+from fivefold.rehearsal.request import RehearsalRequest, Seen
 from fivefold.rehearsal.watch import Watch
 from fivefold.training.run import build, take_steps
 from fivefold.training.run_log import RunLog
 
 
-def rehearse(request: Request) -> Seen:
+def rehearse(request: RehearsalRequest) -> Seen:
     """Run `request` on its rank, from the build to the save after its last step."""
     watch, store = Watch.of(request), AnswersAll() if request.is_full else None  # torch keeps no reference to it
     try:
@@ -56,7 +62,7 @@ def rehearse(request: Request) -> Seen:
     return watch.seen()
 
 
-def world_of(request: Request) -> World:
+def world_of(request: RehearsalRequest) -> World:
     """The rank in its world, as `launch/world.py` would read it from the environment."""
     if not request.is_full:  # a single rank has this machine's memory
         return World(rank=request.rank, size=request.world, backend="fake", is_local=True)
@@ -72,7 +78,7 @@ def world_of(request: Request) -> World:
     )
 
 
-def _train(request: Request, watch: Watch) -> None:
+def _train(request: RehearsalRequest, watch: Watch) -> None:
     """Train as `training.run.train` does, without its watchdog: there are no ranks to wait for."""
     config = parse_config(request.config)
     (config.run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -89,7 +95,7 @@ def play(folder: Path) -> NoReturn:
     """Rehearse, and end this process at once: threads of NCCL would wait for the other ranks."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # prints a traceback
-    request = Request(**json.loads((folder / "request.json").read_text(encoding="utf-8")))
+    request = RehearsalRequest(**json.loads((folder / "request.json").read_text(encoding="utf-8")))
     seen = json.dumps(rehearse(request).to_json())
     (folder / "seen.json").write_text(seen, encoding="utf-8")
     sys.stdout.flush()
@@ -114,6 +120,43 @@ def main(reports: int) -> None:
             play(Path(folder))
         _, status = os.waitpid(process, 0)
         os.write(reports, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+DOCUMENTS, ROWS = 4, 16  # documents of a row; rows of the data, which repeat
+SEED = 1234
+
+
+def synthetic(config: RunConfig, folder: Path) -> PreparedData:
+    """Build rows of four documents each, the same for training and validation, from the model's whole vocabulary.
+    `folder`: where they are written."""
+    vocabulary = int(load_model_config(config.model.name_or_path, config.model.overrides).get_text_config().vocab_size)
+    length, tokenizer = config.data.seq_length, TokenizerInfo(folder, "synthetic", vocabulary, 0)
+    size = max(length // DOCUMENTS, 2)
+    tokens = np.random.default_rng(SEED).integers(0, vocabulary, ROWS * DOCUMENTS * size, dtype=np.uint32)
+    tokens.tofile(folder / "tokens.bin")
+    meta = StoreMeta(
+        kind="synthetic", version=0, content="", tokenizer="", vocab_size=vocabulary, eos_token_id=0, bos=(),
+        dtype="uint32", documents=ROWS * DOCUMENTS, tokens=len(tokens), blocks=0, answers_alone=(), files={},
+    )  # fmt: skip
+    starts = np.arange(0, len(tokens), size, dtype=np.int64)
+    stores, sizes = (TokenStore(folder, meta),), np.full_like(starts, size)
+    index, counts = build_index(
+        stores, starts, sizes, seq_length=length, packing=config.data.packing, ranks=config.data.balance_documents
+    )
+    pool = Pool(1.0, counts.rows, counts.tokens)
+    rows = PackedRows(index, stores, counts, (pool,), length, 0, config.train.seed)
+    is_held_out = bool(config.data.validation)
+    source = SourceCounts("synthetic", meta.documents, counts.tokens, 1.0, 1.0)
+    return PreparedData(
+        tokenizer=tokenizer,
+        train=rows,
+        validation=rows if is_held_out else None,
+        counts=DataCounts(
+            files=0, files_left_out=0, documents=meta.documents, tokens=meta.tokens, seq_length=length, train=counts,
+            sources=(source,), validation=counts if is_held_out else None, validation_asked=is_held_out, repeated=0,
+        ),
+        fingerprint="synthetic",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -22,10 +22,9 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
-from fivefold.rehearsal.counts import Driver, Entry
 from fivefold.rehearsal.memory import Running, items, made_by, peak_of, short
-from fivefold.rehearsal.request import OutOfMemory, Phase, Recompile, Request, Seen, Sent, Sync
-from fivefold.rehearsal.stream_order import Group, issued
+from fivefold.rehearsal.request import OutOfMemory, Phase, Recompile, RehearsalRequest, Seen, Sent, Sync
+from fivefold.rehearsal.stream_order import Driver, Entry, Group, issued
 from fivefold.training.optimizers import rule_for
 from fivefold.training.out_of_memory import asked_bytes
 from fivefold.training.step import declare, step_shape, train_step
@@ -47,7 +46,7 @@ class Watch:
     """Observer of one rank. `full`: the stand-in for the driver; None on the CPU, where memory, kernels and waits are
     not seen."""
 
-    request: Request
+    request: RehearsalRequest
     full: Driver | None
     phases: list[Phase] = field(default_factory=list)
     spans: dict[str, _Span] = field(default_factory=dict)
@@ -62,7 +61,7 @@ class Watch:
     lack: OutOfMemory | None = None
 
     @classmethod
-    def of(cls, request: Request) -> "Watch":
+    def of(cls, request: RehearsalRequest) -> "Watch":
         return cls(request, Driver() if request.is_full else None)
 
     @contextmanager

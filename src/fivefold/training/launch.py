@@ -30,7 +30,7 @@ from fivefold.launch.folder import (
 )
 from fivefold.launch.model import check_data, check_model
 from fivefold.launch.processes import Workers
-from fivefold.launch.sagemaker import find_hosts
+from fivefold.launch.torchrun import find_hosts
 from fivefold.launch.worker import execute
 from fivefold.launch.workers import gpus, start_workers, with_restarts, worker_count, workers_of_node
 from fivefold.launch.world import check_nodes, device_kind, find_world, is_started_by_node, join

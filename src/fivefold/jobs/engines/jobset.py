@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from fivefold.jobs import commented, pods
-from fivefold.jobs.commented import Note
+from fivefold.jobs import pods
 from fivefold.jobs.job import PORT, Engine, Job
+from fivefold.jobs.text import Note, yaml_of
 
 
 def text(job: Job) -> str:
@@ -19,7 +19,7 @@ def text(job: Job) -> str:
         "metadata": pods.queued_metadata(job),
         "spec": spec(job, meets),
     }
-    return commented.written(head, [pods.run_file(job), jobset])
+    return yaml_of(head, [pods.run_file(job), jobset])
 
 
 def spec(job: Job, meets: list[str], labels: dict[str, str] | None = None) -> dict[str, Any]:

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from fivefold.jobs import commented, pods
-from fivefold.jobs.commented import Note
+from fivefold.jobs import pods
 from fivefold.jobs.job import PORT, Engine, Job
+from fivefold.jobs.text import Note, yaml_of
 
 
 def text(job: Job) -> str:
     """The three objects."""
     pods.check(job, "kubernetes")
-    return commented.written(job.head, [pods.run_file(job), _service(job), _job(job)])
+    return yaml_of(job.head, [pods.run_file(job), _service(job), _job(job)])
 
 
 def _service(job: Job) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fivefold.core.errors import UserError
 from fivefold.jobs.job import LEFT, Engine, Job, no_option, override
-from fivefold.jobs.template import filled
+from fivefold.jobs.text import script
 
 RESTARTS = 3  # of all workers, after a failure
 EXAMPLE = "REGISTRY/fivefold:TAG"  # of an image
@@ -16,7 +16,7 @@ def text(job: Job) -> str:
     if job.minutes is not None:
         raise UserError("Ray has no limit of the time that a job takes", fix="leave --time out")
     runs = Path(job.runs).absolute()
-    return filled(
+    return script(
         Path(__file__).with_suffix(".py.j2"),
         job,
         overrides=[*job.overrides, override("run.dir", str(runs))],

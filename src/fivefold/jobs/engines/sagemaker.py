@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fivefold.core.errors import UserError
 from fivefold.jobs.job import LEFT, Engine, Job, no_option
-from fivefold.jobs.template import filled
+from fivefold.jobs.text import script
 
 INSTANCES = {8: "ml.p5.48xlarge", 4: "ml.g6e.12xlarge", 1: "ml.p5.4xlarge"}  # by their GPUs: H100, L40S, H100
 ON_CPU = "ml.m7i.4xlarge"
@@ -27,7 +27,7 @@ def text(job: Job) -> str:
         )
     runs = RUNS if job.nodes == 1 else f"/opt/ml/input/data/{CHANNEL}"
     workers = ["--nproc", str(job.devices)] if job.on_cpu else []
-    return filled(
+    return script(
         Path(__file__).with_suffix(".py.j2"),
         job,
         arguments=[*job.arguments, f"run.dir={runs}", *workers],

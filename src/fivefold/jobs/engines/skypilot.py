@@ -4,9 +4,8 @@ from shlex import join
 from typing import Any
 
 from fivefold.core.errors import UserError
-from fivefold.jobs import commented
-from fivefold.jobs.commented import Note
 from fivefold.jobs.job import PORT, SAVED, Engine, Job, no_option
+from fivefold.jobs.text import Note, yaml_of
 
 VOLUME = "/volume"  # where the folder is that all nodes share
 
@@ -17,7 +16,7 @@ def text(job: Job) -> str:
     job.check_travels("SkyPilot")
     if job.minutes is not None:
         raise UserError("SkyPilot has no limit of the time that a job takes", fix="leave --time out")
-    return commented.written(job.head, [_task(job)])
+    return yaml_of(job.head, [_task(job)])
 
 
 def _task(job: Job) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from shlex import join
 
 from fivefold.core.errors import UserError
 from fivefold.jobs.job import Engine, Job, no_option, override
-from fivefold.jobs.template import filled
+from fivefold.jobs.text import script
 
 SAVES = 300  # seconds before the end of the allotment at which Slurm sends SIGTERM to the tasks
 EXAMPLE = "nvcr.io#nvidia/pytorch:25.09-py3"  # of an image, in the words of enroot
@@ -19,7 +19,7 @@ def text(job: Job) -> str:
             fix=f"--time {2 * SAVES // 60}m or more",
         )
     before, _, behind = override("run.name", f"{job.name}-0").rpartition("0")
-    return filled(
+    return script(
         Path(__file__).with_suffix(".sbatch.j2"),
         job,
         run=no_option(job.run),

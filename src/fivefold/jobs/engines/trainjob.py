@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from fivefold.jobs import commented, pods
-from fivefold.jobs.commented import Note
+from fivefold.jobs import pods
 from fivefold.jobs.engines import jobset
 from fivefold.jobs.job import Engine, Job
+from fivefold.jobs.text import Note, yaml_of
 
 VERSION = "trainer.kubeflow.org/v1alpha1"
 TRAINS = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}  # the job of a runtime whose size a TrainJob sets
@@ -17,7 +17,7 @@ def text(job: Job) -> str:
     head = (
         f"{job.head}\nThe cluster needs Kubeflow Trainer 2.2 or newer: https://www.kubeflow.org/docs/components/trainer"
     )
-    return commented.written(head, [pods.run_file(job), _runtime(job), _trainjob(job)])
+    return yaml_of(head, [pods.run_file(job), _runtime(job), _trainjob(job)])
 
 
 def _runtime(job: Job) -> dict[str, Any]:

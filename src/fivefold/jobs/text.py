@@ -1,12 +1,20 @@
-"""YAML with comments, which PyYAML does not write: a tree in which a value may carry a note for its reader."""
+"""Texts of jobs: YAML with comments, which PyYAML does not write, of a tree in which a value may carry a note for its
+reader; and scripts, from a template beside the module of their engine."""
 
+import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
+from jinja2 import Environment, StrictUndefined
+
+from fivefold.jobs.job import Job
 
 WIDTH = 110  # of a line with a comment
 
@@ -42,7 +50,7 @@ _Dumper.add_implicit_resolver(
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile("[-+]?0o[0-7]+$"), list("-+0"))
 
 
-def written(head: str, documents: Iterable[Any]) -> str:
+def yaml_of(head: str, documents: Iterable[Any]) -> str:
     """YAML of all documents, each with its notes as comments, below `head`, which is a comment too."""
     return "\n".join(_comment(head, "")) + "\n" + "---\n".join(map(_document, documents))
 
@@ -85,3 +93,13 @@ def _comment(text: str, indent: str) -> Iterator[str]:
         yield from textwrap.wrap(line, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ") or [
             f"{indent}#"
         ]
+
+
+def script(file: Path, job: Job, **values: Any) -> str:
+    """Return the template `file` with a job and other values. `quote` writes text for a shell, `python` for Python."""
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    environment.filters |= {"quote": quote, "python": partial(json.dumps, ensure_ascii=False)}  # text is that of JSON
+    head = "# " + job.head.replace("\n", "\n# ")
+    return environment.from_string(file.read_text(encoding="utf-8")).render(job=job, head=head, **values)

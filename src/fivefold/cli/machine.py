@@ -1,0 +1,142 @@
+"""`fivefold calibrate` and `doctor`: what a machine has, and how fast it is."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fivefold.cli.options import Debug, Device, Json, place
+from fivefold.core.errors import UserError
+
+if TYPE_CHECKING:
+    from fivefold.report.table import Report
+
+
+def calibrate(
+    write_to: Annotated[
+        str, typer.Option("--write", metavar="FILE", help="The hardware file, for plan --cluster FILE.", callback=place)
+    ] = "hardware.toml",
+    device: Annotated[Device, typer.Option(help="Devices to measure; auto: GPUs where there are any.")] = Device.AUTO,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Workers at once.", show_default="one for each GPU or core")
+    ] = None,
+    nodes: Annotated[
+        bool,
+        typer.Option("--nodes", help="Every rank of an allocation, under torchrun or srun."),
+    ] = False,
+    chip: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Chip whose table to start from, for a GPU without one.", show_default=False),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="Correct by a finished run instead.", show_default=False),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="With --from: what is corrected, such as a file.", show_default=False),
+    ] = None,
+    json: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Measure this machine, or the ranks of an allocation, for the planner.
+
+    Example: fivefold calibrate --write mine.toml
+    Example: srun fivefold calibrate --nodes --write cluster.toml
+    Example: fivefold calibrate --from runs/demo --cluster mine.toml --write mine.toml
+    """
+    from fivefold.calibration.hardware_file import save
+    from fivefold.report.table import Report, write
+
+    report: Report[Any]
+    if run is not None:
+        if nodes:
+            raise UserError("--from reads a run, and --nodes measures", fix="leave one out")
+        from fivefold.calibration.learn import learn
+
+        text, report = learn(run, base=cluster)
+    elif cluster is not None:
+        raise UserError("--cluster says what a run corrects", fix="name the run: --from RUN")
+    else:
+        from fivefold.calibration.calibrate import calibrate
+
+        measured = calibrate(device=device.value, nproc=nproc, chip=chip, nodes=nodes)
+        if measured is None:
+            return
+        text, report = measured
+    save(write_to, text)
+    write(report, json=json)
+    if json != "-":
+        print(f"written: {write_to}\nnext: fivefold plan MODEL --cluster {write_to}")
+
+
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A model instead: how tp would split it.", show_default=False),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=2, help="With MODEL: tensor parallel ranks.")] = 2,
+    layout: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="With MODEL: the plan of a layout, such as shard64.tp8.", show_default=False),
+    ] = None,
+    rank: Annotated[int, typer.Option(min=0, help="With --layout: of which rank.")] = 0,
+    seq_length: Annotated[int, typer.Option(min=1, help="With --layout: tokens of a row.")] = 4096,
+    nodes: Annotated[
+        bool, typer.Option("--nodes", help="Every rank of an allocation instead, under torchrun, srun or --nproc.")
+    ] = False,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="With --nodes: workers on this machine.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="With --nodes: auto, cpu or cuda.")] = "auto",
+    cluster: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT", help="With --nodes: what links to expect, such as 2x8xH100@p5.", show_default=False
+        ),
+    ] = "",
+    file: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="With --nodes: a file or folder that ranks must share.", show_default=False),
+    ] = None,
+    json: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Look at this machine, a model, a rank of a layout, or every node of a cluster.
+
+    Example: fivefold doctor llama-3.1-8b --tp 8
+    Example: fivefold doctor llama-3.1-8b --layout shard4.tp2 --rank 5
+    Example: srun fivefold doctor --nodes --file run.yaml
+    """
+    from fivefold.core.errors import UserError
+    from fivefold.report.table import write
+
+    if nodes:
+        if model is not None:
+            raise UserError("--nodes looks at ranks, not at a model", fix=f"leave {model} out")
+        from fivefold.doctor.nodes import examine_nodes
+
+        seen = examine_nodes(nproc=nproc, device=device, layout=layout or "", cluster=cluster, files=file or ())
+        if seen is None:
+            return
+        write(seen, json=json)
+        if not seen.ok:
+            raise typer.Exit(1)
+        return
+    if model is None and layout is not None:
+        raise UserError("--layout needs a model", fix=f"fivefold doctor demo --layout {layout}, for example")
+    if model is None:
+        from fivefold.doctor.machine import examine_machine
+
+        report: Report[Any] = examine_machine()
+    elif layout is not None:
+        from fivefold.doctor.model import examine_layout
+
+        report = examine_layout(model, layout=layout, rank=rank, seq_length=seq_length)
+    else:
+        from fivefold.doctor.model import examine_model
+
+        report = examine_model(model, tp=tp)
+    write(report, json=json)
+    if not report.ok:
+        raise typer.Exit(1)
