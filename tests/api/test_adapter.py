@@ -10,12 +10,15 @@ import fivefold as ff
 from tests.api import adapters
 from tests.api.loop import assert_equal
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 pytest.importorskip("peft")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "other"), [("shard2", "pp2"), ("tp2", "shard2"), ("pp2", "cp2"), ("cp2", "tp2")])
+@pytest.mark.parametrize(
+    ("layout", "other"), [put_off("shard2", "pp2"), put_off("tp2", "shard2"), ("pp2", "cp2"), ("cp2", "tp2")]
+)
 def test_own_loop_with_an_adapter_equals_peft(layout: str, other: str, tmp_path: Path) -> None:
     """From a folder of `peft`: losses, norms and the adapter after three steps; saved, loaded under another layout; and
     exported, it gives `peft` the same logits."""

@@ -15,6 +15,7 @@ import fivefold as ff
 from tests.commands import as_process
 from tests.pages import ROOT, blocks
 from tests.pool import run_ranks
+from tests.tiers import put_off
 from tests.training.bodies import run_file
 
 PAGE = ROOT / "docs" / "howto" / "python.md"
@@ -54,7 +55,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, f
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["shard2", "dp2", "tp2", "cp2", "pp2"])
+@pytest.mark.parametrize("layout", ["shard2", "pp2", *map(put_off, ("dp2", "tp2", "cp2"))])
 def test_the_page_runs_and_its_numbers_stay_the_same(
     layout: str, tmp_path: Path, one_process: list[tuple[float, float]]
 ) -> None:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.full
 LAYOUTS = [
     ("shard2", "llama"), ("dp2", "llama"), ("tp2", "llama"), ("cp2", "llama"), ("pp2", "llama"), ("shard2.ep2", "moe"),
 ]  # fmt: skip
-MORE = [("tp2", "tied"), ("pp2", "tied"), ("tp2", "moe"), ("shard2+zero1", "llama")]
+MORE = [put_off("tp2", "tied"), ("pp2", "tied"), put_off("tp2", "moe"), ("shard2+zero1", "llama")]
 BY_BACKWARD = ("dp2", "cp2")
 
 

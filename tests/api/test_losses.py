@@ -15,7 +15,7 @@ pytestmark = pytest.mark.full
 
 LAYOUTS = ["single", "shard2", "tp2", "pp2", "cp2", "shard2.ep2", "shard2.tp2", "pp2+zb"]
 # In every run all losses where the vocabulary is split, and one with columns or two where it is whole.
-OFTEN = {"single": ["focal"], "shard2": ["margin"], "tp2": [*LOSSES], "pp2+zb": ["margin", "label_smoothing"]}
+OFTEN = {"shard2": ["margin"], "tp2": [*LOSSES], "pp2+zb": ["label_smoothing"]}
 
 
 @cache

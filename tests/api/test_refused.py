@@ -9,17 +9,15 @@ from tests.api.loop import build
 from tests.pool import run_ranks
 from tests.tiers import put_off
 
-PARTS = ("shard2", "dp2", "tp2", "cp2", "pp2")
-
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
-        ("shard2", "llama"),
-        ("dp2", "llama"),
+        put_off("shard2", "llama"),
+        put_off("dp2", "llama"),
         ("tp2", "llama"),
-        ("cp2", "llama"),
+        put_off("cp2", "llama"),
         ("pp2", "llama"),
         ("shard2.ep2", "moe"),
     ],
@@ -30,13 +28,16 @@ def test_a_plain_backward_is_refused_and_the_next_step_is_right(layout: str, nam
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "ranks"), [*((each, 2) for each in PARTS), put_off("dp2.shard2", 4)])
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [("shard2", 2), ("tp2", 2), *(put_off(*each) for each in (("dp2", 2), ("cp2", 2), ("pp2", 2), ("dp2.shard2", 4)))],
+)
 def test_a_number_of_a_part_is_refused(layout: str, ranks: int) -> None:
     assert all(run_ranks(ranks, refused.numbers, layout))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", PARTS)
+@pytest.mark.parametrize("layout", ["shard2", "pp2", *map(put_off, ("dp2", "tp2", "cp2"))])
 def test_a_change_by_hand_is_that_of_the_whole_or_refused(layout: str) -> None:
     assert all(run_ranks(2, refused.edits, layout))
 
@@ -48,26 +49,26 @@ def test_methods_that_would_give_parts_for_wholes_are_refused() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("layout", "precision"), [("single", "bf16"), ("shard2", "fp32"), ("tp2", "fp32"), ("dp2", "bf16")]
+    ("layout", "precision"), [("single", "bf16"), put_off("shard2", "fp32"), ("tp2", "fp32"), put_off("dp2", "bf16")]
 )
 def test_what_takes_the_place_of_a_parameter_is_refused(layout: str, precision: str) -> None:
     assert all(run_ranks(1 if layout == "single" else 2, refused.other_parameters, layout, precision))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["shard2", "tp2"])
+@pytest.mark.parametrize("layout", [put_off("shard2"), "tp2"])
 def test_wrong_batches_are_refused_on_every_rank(layout: str) -> None:
     assert all(run_ranks(2, refused.batches, layout))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["shard2", "tp2", "dp2"])
+@pytest.mark.parametrize("layout", ["shard2", "tp2", put_off("dp2")])
 def test_optimizers_that_would_be_wrong_are_refused(layout: str) -> None:
     assert all(run_ranks(2, refused.optimizers, layout))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+@pytest.mark.parametrize("layout", ["dp2", put_off("tp2")])
 def test_ranks_that_built_different_models_are_told(layout: str) -> None:
     assert all(run_ranks(2, refused.other_weights, layout))
 
@@ -88,7 +89,7 @@ def test_what_is_called_around_the_whole_model_is_not_left_out() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["single", *PARTS])
+@pytest.mark.parametrize("layout", [*map(put_off, ("single", "dp2", "pp2")), "shard2", "tp2", "cp2"])
 def test_what_takes_a_ranks_tokens_for_all_is_refused(layout: str) -> None:
     assert all(run_ranks(1 if layout == "single" else 2, refused.inside, layout))
 

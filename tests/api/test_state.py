@@ -11,13 +11,19 @@ import torch
 import fivefold as ff
 from tests.api import state
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 pytestmark = pytest.mark.full
 
 
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
-    [("adamw", "tp2", "shard2"), ("sgd", "shard2", "pp2"), ("adamw", "pp2", "tp2"), ("sgd", "tp2", "tp2")],
+    [
+        ("adamw", "tp2", "shard2"),
+        ("sgd", "shard2", "pp2"),
+        put_off("adamw", "pp2", "tp2"),
+        put_off("sgd", "tp2", "tp2"),
+    ],
 )
 def test_saved_under_one_layout_goes_on_under_another(kind: str, before: str, after: str, tmp_path: Path) -> None:
     """Weights and optimizer state bit for bit; the next step as if nothing had been saved."""
@@ -34,7 +40,8 @@ def test_saved_under_one_layout_goes_on_under_another(kind: str, before: str, af
 
 
 @pytest.mark.parametrize(
-    ("layout", "frozen"), [("dp2", ""), ("tp2", ""), ("pp2", "but the head"), ("pp2", "but the embedding")]
+    ("layout", "frozen"),
+    [put_off("dp2", ""), ("tp2", ""), put_off("pp2", "but the head"), ("pp2", "but the embedding")],
 )
 def test_whatever_an_optimizer_keeps_comes_back_as_it_was(layout: str, frozen: str, tmp_path: Path) -> None:
     """Counts stay integers, a moment in bf16 stays in bf16, and what has a shape of its own is there. Where all but the
@@ -46,7 +53,7 @@ def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert all(run_ranks(2, state.wrong_states, tmp_path))
 
 
-@pytest.mark.parametrize(("layout", "name"), [("tp2", "llama"), ("pp2", "tied"), ("shard2.ep2", "moe")])
+@pytest.mark.parametrize(("layout", "name"), [put_off("tp2", "llama"), ("pp2", "tied"), ("shard2.ep2", "moe")])
 def test_the_whole_model_is_exported_from_every_layout(layout: str, name: str, tmp_path: Path) -> None:
     expected, _ = run_ranks(2, state.exported, layout, name, tmp_path)
     found = state.weights_of(tmp_path / "pretrained", torch.float64)
@@ -63,7 +70,7 @@ def expected(name: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"), [("shard2+zero1", "llama"), ("tp2", "llama"), ("cp2", "llama"), ("pp2", "tied")]
+    ("layout", "name"), [("shard2+zero1", "llama"), put_off("tp2", "llama"), ("cp2", "llama"), ("pp2", "tied")]
 )
 def test_logits_evaluation_and_text_are_those_of_one_process(layout: str, name: str) -> None:
     """And stay so after a step: nothing that was gathered before it is used after it."""

@@ -13,6 +13,7 @@ from fivefold.checkpoint import Checkpoint, CorruptCheckpoint, newest
 from tests.checkpoint.ranks import restore_error, save_steps, train_and_save
 from tests.parity import Case
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 pytestmark = pytest.mark.full
 
@@ -138,8 +139,15 @@ def test_a_file_of_another_rank_or_step(folder: Path, tmp_path: Path) -> None:
     assert "its header and checksums: not those that were saved" in damage_of(folder)
 
 
-@pytest.mark.parametrize("file", ["weight-00001.safetensors", "optimizer-00000.safetensors"])
-@pytest.mark.parametrize("layout", ["shard2+fp32", "tp2+fp32"])
+@pytest.mark.parametrize(
+    ("layout", "file"),
+    [
+        ("shard2+fp32", "weight-00001.safetensors"),
+        ("tp2+fp32", "optimizer-00000.safetensors"),
+        put_off("shard2+fp32", "optimizer-00000.safetensors"),
+        put_off("tp2+fp32", "weight-00001.safetensors"),
+    ],
+)
 def test_no_weight_changes(folder: Path, file: str, layout: str) -> None:
     """On every rank, also those that read none of the damaged bytes."""
     content = bytearray((folder / file).read_bytes())

@@ -135,7 +135,7 @@ def test_the_old_step_or_the_new_one_never_a_mix(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("best", [(1, 2, 3), (3, 1, 2)], ids=["an older one", "the one that is saved"])
+@pytest.mark.parametrize("best", [put_off((1, 2, 3)), (3, 1, 2)], ids=["an older one", "the one that is saved"])
 def test_the_best_stays_whenever_a_save_is_killed(tmp_path: Path, best: tuple[int, ...]) -> None:
     """A better one is there before it goes, and it is never what a run goes on from where a newer one is whole."""
 

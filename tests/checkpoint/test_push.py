@@ -20,6 +20,7 @@ from tests import fake_hub
 from tests.checkpoint.folders import OVERRIDES, hf_folder, save_run
 from tests.parity import Case
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_a_pushed_export_is_the_folder(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("status", "at"), [(401, "create"), (403, "preupload"), (404, "preupload")])
+@pytest.mark.parametrize(("status", "at"), [(401, "create"), put_off(403, "preupload"), put_off(404, "preupload")])
 def test_a_hub_that_refuses_says_how_to_log_in(
     hub: fake_hub.Hub, run: Path, tmp_path: Path, status: int, at: str
 ) -> None:

@@ -24,6 +24,7 @@ from fivefold.launch.failure import WorkerDied
 from fivefold.parallel.adapters.merge_check import MergeCheck
 from fivefold.training import launch
 from fivefold.verification import before_training
+from tests.tiers import put_off
 
 VERBS = (
     "train", "launch", "data", "plan", "rehearse", "verify", "compare", "generate", "evaluate", "export", "convert",
@@ -55,7 +56,8 @@ HEAVY = "{'torch', 'transformers', 'numpy', 'pandas', 'pyarrow', 'tokenizers', '
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "arguments", [[], ["--help"], ["--version"], ["train", "--keys"], ["train", "--schema"], ["verify", "--help"]]
+    "arguments",
+    [*map(put_off, ([], ["--help"], ["--version"], ["train", "--schema"])), ["train", "--keys"], ["verify", "--help"]],
 )
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
@@ -108,6 +110,8 @@ def test_ctrl_c_is_not_lost_where_python_drops_it(place: str) -> None:
     """While the modules of a verb are imported: in the callback of a weak reference, and where a class is made."""
     code = f"""
 import os, runpy, signal, sys, weakref
+
+from tests.tiers import put_off
 
 def interrupt(*_):
     os.kill(os.getpid(), signal.SIGINT)

@@ -31,7 +31,7 @@ DOCUMENTS = [
     "ab",
 ]
 LAYOUTS = [
-    "pp2", "cp2", "shard2.tp2", *map(put_off, ("single", "shard2", "tp2", "pp2.cp2", "dp2", "shard2+mb2")),
+    "pp2", "shard2.tp2", *map(put_off, ("cp2", "single", "shard2", "tp2", "pp2.cp2", "dp2", "shard2+mb2")),
 ]  # fmt: skip
 
 
@@ -162,7 +162,7 @@ PAIRS.append(([4, 9, 1, 2, 3, 30, 31, 32, 33, 34, 35, 36], [3]))  # the longest,
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", put_off("single"), put_off("shard2")])
+@pytest.mark.parametrize("layout", ["cp2", *map(put_off, ("tp2", "pp2", "single", "shard2"))])
 def test_scores_are_those_of_the_model_alone(folder: Path, layout: str) -> None:
     with exactly("fp64"), torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")

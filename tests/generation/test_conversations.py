@@ -32,6 +32,7 @@ from fivefold.launch.world import World, join
 from tests.checkpoint.folders import OVERRIDES, hf_folder
 from tests.models import tiny
 from tests.parity import Case
+from tests.tiers import put_off
 
 TOKENS = 9
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": TOKENS}
@@ -93,7 +94,7 @@ def test_a_conversation_from_a_pipe(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ended", ["by a word", "by the end of input"])
+@pytest.mark.parametrize("ended", [put_off("by a word"), "by the end of input"])
 def test_a_conversation_over_workers(folder: Path, plain: Plain, ended: str) -> None:
     said = SAID if ended == "by a word" else SAID.partition("/exit")[0]
     done = subprocess.run(command(folder, "tp2"), input=said.encode(), capture_output=True, timeout=200, check=False)
@@ -110,7 +111,7 @@ def command(folder: Path, layout: str) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["single", "tp2"])
+@pytest.mark.parametrize("layout", [put_off("single"), "tp2"])
 def test_ctrl_c_ends_a_conversation_on_a_terminal(folder: Path, layout: str) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
@@ -204,7 +205,7 @@ LINES = ["def naïve(", "x", "A longer line than both of the others, by far.", "
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["single", "tp2"])
+@pytest.mark.parametrize("layout", [put_off("single"), "tp2"])
 def test_a_file_of_prompts(folder: Path, plain: Plain, layout: str, tmp_path: Path) -> None:
     file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     file.write_text("\n\n".join(LINES) + "\n", encoding="utf-8")

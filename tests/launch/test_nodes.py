@@ -599,7 +599,7 @@ def file_of(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
     return run_file(folder, run__name=name, **keys | changes)
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
 def test_a_run_goes_on_without_a_node_that_was_killed(tmp_path: Path) -> None:
     steps = 40

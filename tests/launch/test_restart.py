@@ -22,7 +22,7 @@ from fivefold.core.errors import RunFailed, UserError
 from fivefold.launch.failure import WorkerDied
 from fivefold.launch.folder import FolderLock
 from fivefold.launch.workers import with_restarts
-from tests.tiers import every
+from tests.tiers import put_off
 from tests.training.bodies import column, run_dir, run_file, same, state, train
 
 STEPS, SAVED = 56, 10  # steps of a run, steps between its checkpoints
@@ -186,15 +186,18 @@ def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(alone: dict[s
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", every(["SIGTERM", "SIGINT"], 2))
-def test_a_signal_stops_every_rank_after_one_step_and_saves_it(alone: dict[str, Any], name: str) -> None:
-    tree = file_of(run_dir(alone).parent, f"stopped-{name}")
+@pytest.mark.parametrize(
+    ("name", "to"), [("SIGTERM", "one rank"), put_off("SIGTERM", "all"), put_off("SIGINT", "the command")]
+)
+def test_a_signal_stops_every_rank_after_one_step_and_saves_it(alone: dict[str, Any], name: str, to: str) -> None:
+    tree = file_of(run_dir(alone).parent, f"stopped-{name}-{to}".replace(" ", "-"))
     command = Command(tree)
     command.until(2 * SAVED + 3)
-    for pid in (command.process.pid, *(command.workers() if name == "SIGTERM" else ())):
+    workers = command.workers()
+    for pid in {"one rank": workers[1:], "all": [command.process.pid, *workers]}.get(to, [command.process.pid]):
         os.kill(pid, signal.Signals[name])
     code, out = command.end()
-    assert code == 128 + signal.Signals[name], out
+    assert code == 128 + signal.Signals[name] and "starting again" not in out, out
     stopped = steps(command.run / "checkpoints")[-1]
     assert f"stopped by {name} after step {stopped} of {STEPS}, which is saved" in out
     assert _last(command.run) == stopped
@@ -203,16 +206,6 @@ def test_a_signal_stops_every_rank_after_one_step_and_saves_it(alone: dict[str, 
     if name == "SIGTERM":
         assert train(tree).error is None  # goes on
         check_same(tree, alone)
-
-
-@pytest.mark.full
-def test_a_signal_to_one_rank_stops_them_all(alone: dict[str, Any]) -> None:
-    tree = file_of(run_dir(alone).parent, "one-rank")
-    command = Command(tree)
-    command.until(2 * SAVED + 3)
-    os.kill(command.workers()[1], signal.SIGTERM)
-    code, out = command.end()
-    assert code == 143 and "stopped by SIGTERM after step" in out and "starting again" not in out
 
 
 @pytest.mark.full

@@ -28,6 +28,7 @@ from fivefold.parallel.layout import Layout
 from fivefold.training import launch
 from fivefold.training.schedule import settled
 from tests.commands import Crew
+from tests.tiers import put_off
 
 ROOT = Path(__file__).parents[2]
 PATHS = f"{ROOT / 'src'}:{ROOT}"
@@ -280,8 +281,6 @@ from fivefold import cli
 from fivefold.launch.processes import Workers
 from fivefold.launch.workers import start_workers
 from fivefold.training import launch
-from fivefold.training.schedule import settled
-from tests.commands import Crew
 
 def run(*_, **__):
     with Workers("tests.launch.bodies:wait", count=2) as crew:
@@ -310,7 +309,9 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("sent", "code", "said"), [(signal.SIGINT, 130, "stopped\n"), (signal.SIGTERM, 143, "")])
+@pytest.mark.parametrize(
+    ("sent", "code", "said"), [(signal.SIGINT, 130, "stopped\n"), put_off(signal.SIGTERM, 143, "")]
+)
 def test_a_signal_ends_the_workers_without_noise(sent: signal.Signals, code: int, said: str, tmp_path: Path) -> None:
     starter, workers = waiting(tmp_path)
     starter.send_signal(sent)

@@ -307,7 +307,7 @@ print("met again with", os.environ["TORCHELASTIC_RESTART_COUNT"], "restarts", fl
 """
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_nodes_that_count_restarts_differently_meet_again(tmp_path: Path) -> None:
     """torchrun counts a restart where a rank failed, and not where the ranks are restarted for another node. Which of
     them counts depends on who sees what first."""

@@ -239,6 +239,9 @@ def test_a_run_refuses_rows_that_are_too_long_before_it_starts(tmp_path: Path) -
 
 # Import and export ----------------------------------------------------------------------------------------------------
 
+# Families that store what others do not: merged and transposed projections, biases, experts in one tensor or one by
+# one, latent attention, norms at other places, a scale of the logits.
+STORED = ("cohere", "deepseek_v3", "gemma2", "gpt2", "gpt_neox", "gpt_oss", "mixtral", "phi3", "qwen3_moe")
 Run = tuple[Path, Path]  # the folder that `transformers` saved, the run that started from it
 
 
@@ -273,7 +276,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("family", "tied"),
     [
-        (family, tied) if tied == (at % 2 == 0) else put_off(family, tied)
+        (family, tied) if tied == (at % 2 == 0) and family in STORED else put_off(family, tied)
         for at, family in enumerate(FAMILIES)
         for tied in (False, True)
     ],
@@ -356,8 +359,9 @@ def padded(layout: str, family: str, tied: bool) -> Case:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "cohere"])
+@pytest.mark.parametrize(
+    ("family", "tied"), [put_off("llama", False), ("llama", True), ("cohere", False), put_off("cohere", True)]
+)
 def test_all_rows_of_a_padded_vocabulary_take_part(family: str, tied: bool) -> None:
     """Logits of every row, and hidden states from every row, with unequal halves of the vocabulary on two ranks."""
     every = VOCABULARY + 1  # tokens, the last row of the vocabulary twice

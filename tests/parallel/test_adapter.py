@@ -136,10 +136,10 @@ def check(case: Case) -> None:
     assert all(found.gradients[name].any() for name in right.weights if ".lora_" in name)
 
 
-# The first four have every fold and every way that ranks hold an adapter; the others follow in a campaign.
+# The first two have every fold; `tp2+nosp` is in the core (test_core.py), and the others follow in a campaign.
 LAYOUTS = [
-    "shard2.tp2", "pp2.cp2", "tp2+nosp", "dp2+zero1",
-    *map(put_off, ("single", "shard2", "tp2", "pp2", "cp2", "shard2+zero2")),
+    "shard2.tp2", "pp2.cp2",
+    *map(put_off, ("tp2+nosp", "dp2+zero1", "single", "shard2", "tp2", "pp2", "cp2", "shard2+zero2")),
 ]  # fmt: skip
 
 
@@ -153,21 +153,21 @@ def test_lora_equals_peft(layout: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "more"),
     [
-        ("tp2", {"adapter": replace(LORA, targets=("o_proj", "down_proj"))}),
+        put_off("tp2", {"adapter": replace(LORA, targets=("o_proj", "down_proj"))}),
         ("pp2", {"adapter": replace(LORA, targets=("model.layers.1.mlp.up_proj",), rslora=True)}),
         put_off("tp2.cp2", {"adapter": replace(LORA, targets=("q_proj", "v_proj"))}),
-        ("tp4", {"kv_heads": 2}),  # ranks share key and value heads
+        put_off("tp4", {"kv_heads": 2}),  # ranks share key and value heads
         put_off("pp2+zb", {}),
         ("tp2+full", {"family": "qwen2"}),  # biases
-        ("tp2", {"tied": True}),
+        put_off("tp2", {"tied": True}),
         put_off("pp2", {"tied": True}),
         put_off("shard2", {"tied": True}),
-        (
+        put_off(
             "shard2.ep2",
             {"family": "qwen3_moe", "adapter": replace(LORA, targets=("q_proj", "k_proj", "v_proj", "o_proj"))},
         ),
         ("tp2+nosp", {"family": "gpt2"}),  # [I, O]
-        ("shard2+selective", {}),
+        put_off("shard2+selective", {}),
         put_off("shard2.tp2+full", {"family": "qwen2"}),
         ("shard2+offload+offload_optimizer+offload_parameters", {}),
     ],
@@ -189,18 +189,18 @@ EXPERTS = replace(LORA, targets=("q_proj", "o_proj"), target_parameters=("gate_u
         put_off("single", {}),
         put_off("shard2", {"family": "qwen3_moe"}),
         put_off("shard2.ep2", {}),
-        ("tp2.ep2", {}),
+        put_off("tp2.ep2", {}),
         put_off("tp2+etp", {}),
         ("tp2+etp+nosp", {"family": "gpt_oss"}),  # [E, I, O], with biases, gate beside up
         put_off("shard2.tp2.ep2+etp", {}),
         put_off("pp2", {"family": "olmoe"}),
         ("shard2.pp2.ep2+zb", {}),
-        ("cp2.ep2", {"adapter": replace(EXPERTS, targets=(), target_parameters=("down_proj",), rslora=True)}),
-        ("shard2.ep2+selective", {}),
+        put_off("cp2.ep2", {"adapter": replace(EXPERTS, targets=(), target_parameters=("down_proj",), rslora=True)}),
+        put_off("shard2.ep2+selective", {}),
         put_off(
             "shard2.tp2.ep2+etp+full", {"adapter": replace(EXPERTS, targets=(), target_parameters=("gate_up_proj",))}
         ),
-        ("shard2+offload+offload_optimizer+offload_parameters", {}),
+        put_off("shard2+offload+offload_optimizer+offload_parameters", {}),
     ],
 )
 def test_lora_beside_experts_equals_peft(layout: str, more: dict[str, Any]) -> None:
@@ -317,9 +317,9 @@ NF4 = Lora(rank=3, alpha=7.0, quantize="nf4")
 @pytest.mark.parametrize(
     "layout",
     [
-        "cp2", "shard2.tp2", "pp2+zb+v2", "tp2+full", "shard2+selective",
+        "pp2+zb+v2", "shard2.tp2", "shard2+selective",
         *map(put_off, ("single", "shard2", "tp2", "tp2+nosp", "pp2", "pp2.cp2", "dp2+zero1", "shard2+zero2")),
-        put_off("shard2+full"),
+        *map(put_off, ("cp2", "tp2+full", "shard2+full")),
     ],
 )  # fmt: skip
 def test_qlora_equals_peft_beside_what_four_bits_leave(layout: str) -> None:

@@ -115,10 +115,10 @@ class Plain:
         put_off("tp2.ep2+nosp+mb4+fp64", "gpt_oss", LOSSES),
         ("shard2.tp2.ep2+etp+mb2+fp64", "gpt_oss", LOSSES),
         ("shard4.ep2+mb1+fp64+zero1", "deepseek_v3", BIASES),
-        ("cp2.ep2+mb2+fp64+full+ring", "qwen3_moe", LOSSES),
+        put_off("cp2.ep2+mb2+fp64+full+ring", "qwen3_moe", LOSSES),
         put_off("cp2.tp2.ep4+mb2+fp64", "mixtral", LOSSES),
-        ("tp2.pp2.ep2+mb2+fp64+full", "qwen3_moe", LOSSES),
-        ("cp2.pp2.ep2+mb2+fp64+allgather", "deepseek_v3", BIASES),
+        put_off("tp2.pp2.ep2+mb2+fp64+full", "qwen3_moe", LOSSES),
+        put_off("cp2.pp2.ep2+mb2+fp64+allgather", "deepseek_v3", BIASES),
     ],
 )
 def test_losses_and_biases_are_those_of_one_process(text: str, family: str, options: BalanceOptions) -> None:
@@ -171,7 +171,10 @@ def biases_of(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "targets"), [("dp2", True), ("tp2", True), ("dp2", False), put_off("tp2", False)])
+@pytest.mark.parametrize(
+    ("layout", "targets"),
+    [("dp2", True), *(put_off(*each) for each in (("tp2", True), ("dp2", False), ("tp2", False)))],
+)
 def test_biases_are_gathered_as_they_are_and_a_step_that_is_skipped_leaves_them(layout: str, targets: bool) -> None:
     """Copies of them are on both ranks: none is counted twice."""
     for before, after in run_ranks(2, biases_of, Case(f"{layout}+mb2+fp64", "deepseek_v3", rows=4), BIASES, targets):

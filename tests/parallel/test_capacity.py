@@ -70,13 +70,13 @@ class Plain:
     ("text", "family"),
     [
         ("shard2.ep2+mb2+fp64", "mixtral"),
-        ("tp2.ep2+mb4+fp64", "gpt_oss"),
+        put_off("tp2.ep2+mb4+fp64", "gpt_oss"),
         put_off("tp2.ep2+nosp+mb4+fp64+full", "qwen3_moe"),
-        ("cp2.ep2+mb2+fp64+full", "deepseek_v3"),
+        put_off("cp2.ep2+mb2+fp64+full", "deepseek_v3"),
         put_off("cp2.tp2.ep4+mb4+fp64+zero1", "mixtral"),
         put_off("shard2.tp2.ep2+etp+mb4+fp64", "deepseek_v3"),
         ("cp2.tp2.ep2+etp+nosp+mb4+fp64+full", "mixtral"),
-        ("cp2.pp2.ep2+mb2+fp64+full", "qwen3_moe"),
+        put_off("cp2.pp2.ep2+mb2+fp64+full", "qwen3_moe"),
     ],
 )
 def test_the_same_picks_are_dropped_as_in_one_process(text: str, family: str) -> None:

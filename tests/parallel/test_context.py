@@ -31,6 +31,7 @@ from fivefold.parallel.recorder import record
 from tests.parity import Case, refusal
 from tests.plain_attention import reference_attention
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 METHODS = ("ring", "allgather", "ulysses", "2x2")
 
@@ -303,8 +304,8 @@ def attended(attend: Any, tensors: list[Tensor], rule: dict[str, Any], weight: T
 @pytest.mark.parametrize(
     ("cp", "method", "kv"),
     [
-        (2, "ring", 8), (2, "allgather", 2), (2, "ulysses", 1), (2, "ulysses", 4),
-        (4, "ring", 1), (4, "allgather", 8), (4, "ulysses", 2), (4, "2x2", 2), (4, "2x2", 1),
+        put_off(2, "ring", 8), put_off(2, "allgather", 2), (2, "ulysses", 1), (2, "ulysses", 4),
+        (4, "ring", 1), (4, "allgather", 8), put_off(4, "ulysses", 2), (4, "2x2", 2), put_off(4, "2x2", 1),
     ],
 )  # fmt: skip
 def test_every_method_attends_as_one_process(cp: int, method: str, kv: int) -> None:
@@ -340,7 +341,7 @@ def test_gradients_of_keys_travel_in_the_models_type_and_are_added_up_in_fp32() 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [put_off(torch.float32), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_in_lower_precision(method: str, dtype: torch.dtype) -> None:
     """A few roundings of the type: each part of an output is rounded once, then merged in fp32."""

@@ -72,7 +72,7 @@ CASES = [
     put_off(Case("single+mb1+selective", "gemma2")),
     Case("single+mb1", "gpt2", tied=True),
     put_off(Case("single+mb1", "mixtral")),
-    Case("single+mb1+zero1", "olmoe"),
+    put_off(Case("single+mb1+zero1", "olmoe")),
     Case("single+mb1+offload", "llama"),
     Case("tp2+mb1", "llama"),
     Case("tp2+mb1+full+nosp", "qwen3", tied=True),
@@ -101,7 +101,7 @@ def as_they_rest(layout: str, by_fsdp: bool) -> dict[str, Any]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["single+mb1+fp32", "tp2+mb1+fp32", put_off("tp2+mb1+fp64+nosp")])
+@pytest.mark.parametrize("layout", [put_off("single+mb1+fp32"), "tp2+mb1+fp32", put_off("tp2+mb1+fp64+nosp")])
 def test_in_the_type_that_they_rest_in_fsdp_would_change_nothing(layout: str) -> None:
     ranks = (run_ranks(Case(layout).parsed.world, as_they_rest, layout, by_fsdp) for by_fsdp in (False, True))
     assert all(same(plain, sharded) for plain, sharded in zip(*ranks, strict=True))
@@ -121,7 +121,7 @@ def test_who_needs_fsdp(layout: str, expected: bool) -> None:
 @pytest.mark.parametrize(
     ("layout", "backend"),
     [
-        put_off("single+mb1", "aot_eager"), ("tp2+mb1", "aot_eager"),
+        ("single+mb1", "aot_eager"), put_off("tp2+mb1", "aot_eager"),
         put_off("single+mb1", "inductor"), put_off("tp2+mb1", "inductor"),
     ],
 )  # fmt: skip
@@ -229,7 +229,7 @@ def own_loop(layout: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["single", "single+full", "single+selective"])
+@pytest.mark.parametrize("layout", [*map(put_off, ("single", "single+full")), "single+selective"])
 def test_an_own_loop_with_backwards_of_its_own(layout: str) -> None:
     run_ranks(1, own_loop, layout)
 
@@ -252,7 +252,7 @@ def other_losses(layout: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["single", "single+full"])
+@pytest.mark.parametrize("layout", [put_off("single"), "single+full"])
 def test_a_loss_of_ones_own_finds_the_copies(layout: str) -> None:
     run_ranks(1, other_losses, layout)
 
@@ -384,7 +384,7 @@ def interrupted(which: str, error: type[BaseException]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [put_off(RuntimeError), KeyboardInterrupt])
 @pytest.mark.parametrize("which", ["copies", "fsdp"])
 def test_a_forward_that_was_interrupted_leaves_nothing_old(which: str, error: type[BaseException]) -> None:
     run_ranks(1, interrupted, which, error)
@@ -426,11 +426,11 @@ def ended_half_way(which: str, layout: str, call: str, at: int, library: bool) -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("call", "at"), [("forward", 2), put_off("backward", 1), ("backward", 2)])
+@pytest.mark.parametrize(("call", "at"), [put_off("forward", 2), put_off("backward", 1), ("backward", 2)])
 @pytest.mark.parametrize(
     ("which", "layout", "library"),
     [
-        ("copies", "single", True), ("copies", "single", False), ("fsdp", "single", True),
+        ("copies", "single", True), put_off("copies", "single", False), put_off("fsdp", "single", True),
         put_off("fsdp", "single", False), put_off("fsdp", "single+zero1", True), ("fsdp", "single+zero1", False),
         ("fsdp", "single+zero2", True), put_off("fsdp", "single+zero2", False),
     ],
@@ -448,7 +448,7 @@ def never_ended(which: str, layout: str, library: bool) -> list[float]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["shard2", put_off("dp2"), "tp2"])
+@pytest.mark.parametrize("layout", [put_off("shard2"), put_off("dp2"), "tp2"])
 def test_a_step_that_ended_half_way_leaves_nothing_on_two_ranks(layout: str) -> None:
     found, right = (run_ranks(2, ended_half_way, "copies", layout, "backward", end, True) for end in (2, 0))
     assert found == right
@@ -468,7 +468,7 @@ def updated_after_backward(layout: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["single", "single+zero1", "single+zero2"])
+@pytest.mark.parametrize("layout", [put_off("single"), put_off("single+zero1"), "single+zero2"])
 def test_an_update_after_a_backward_is_seen(layout: str) -> None:
     run_ranks(1, updated_after_backward, layout)
 
@@ -517,7 +517,7 @@ def partly_frozen(which: str, part: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("part", ["wte", ".h.0.", "ln_"])
+@pytest.mark.parametrize("part", ["wte", *map(put_off, (".h.0.", "ln_"))])
 def test_what_is_frozen_is_computed_with_in_copies_too(part: str) -> None:
     """Where nothing is beside it: it rests in fp32."""
     (copied,), (sharded,) = (run_ranks(1, partly_frozen, which, part) for which in ("copies", "fsdp"))

@@ -54,7 +54,7 @@ BIOGPT: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 53, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101,
     "attention_probs_dropout_prob": 0.0, "scale_embedding": False,
 }  # fmt: skip
-STEPS = 5  # each drops others, and an update that differs shows in the next
+STEPS = 3  # each drops others, and an update that differs shows in the next
 RATES = (("resid_pdrop", 0.1), ("embd_pdrop", 0.1), ("attn_pdrop", 0.1))
 
 
@@ -64,8 +64,8 @@ def often_and_rarely(often: Sequence[Any], rarely: Sequence[Any]) -> list[Any]:
 
 
 LAYOUTS = often_and_rarely(
-    ["single+mb4", "pp2+zb+full+mb2", "cp2+ring+mb4", "shard2.tp2+nosp+mb2+selective"],
-    ["single+full+mb4", "shard2+mb2", "tp2+nosp+mb4", "pp2+mb2", "cp2+ulysses+mb4", "cp2+allgather+mb4"],
+    ["pp2+zb+full+mb2", "cp2+ring+mb4", "shard2.tp2+nosp+mb2+selective"],
+    ["single+mb4", "single+full+mb4", "shard2+mb2", "tp2+nosp+mb4", "pp2+mb2", "cp2+ulysses+mb4", "cp2+allgather+mb4"],
 )
 
 
@@ -88,12 +88,12 @@ PHI = (
 STARCODER = (("residual_dropout", 0.1), ("embedding_dropout", 0.2), ("attention_dropout", 0.1))
 OTHERS = often_and_rarely(
     [
-        Case("pp2+mb2+full+fp64", "none", overrides=OPT),
         Case("tp2+mb4+fp64", "starcoder2", overrides=STARCODER),  # tokens are split over tp between layers
         Case("shard2.ep2+mb2+fp64", "mixtral", overrides=(("attention_dropout", 0.1), ("router_jitter_noise", 0.2))),
-        Case("pp2+zb+full+mb2+fp64", "none", overrides=PHI),
     ],
     [
+        Case("pp2+mb2+full+fp64", "none", overrides=OPT),
+        Case("pp2+zb+full+mb2+fp64", "none", overrides=PHI),
         Case("cp2.tp2+mb8+selective+fp64", "none", overrides=PHI),
         Case("tp2+nosp+mb4+fp64", "none", overrides=OPT),
         Case("cp2.tp2+full+mb8+fp64", "starcoder2", overrides=STARCODER),
@@ -113,7 +113,7 @@ def test_calls_of_dropout_and_split_tokens(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    often_and_rarely(["shard2.tp2+mb2", "cp2.pp2+full+mb2"], ["single+full+mb4", "tp2+nosp+mb4", "cp2+mb4+selective"]),
+    often_and_rarely(["cp2.pp2+full+mb2"], ["shard2.tp2+mb2", "single+full+mb4", "tp2+nosp+mb4", "cp2+mb4+selective"]),
 )
 def test_noise_on_embeddings(layout: str) -> None:
     """Of documents of unlike lengths; tokens are split over tp, over cp, and in stages."""
@@ -170,7 +170,7 @@ LORA = Lora(rank=3, alpha=7.0, dropout=0.05)
 
 @pytest.mark.parametrize(
     "layout",
-    often_and_rarely(["single+mb4", "pp2+zb+mb2", "shard2.tp2+mb2"], ["shard2+mb2", "tp2+mb4+full", "cp2+mb4"]),
+    often_and_rarely(["pp2+zb+mb2", "shard2.tp2+mb2"], ["single+mb4", "shard2+mb2", "tp2+mb4+full", "cp2+mb4"]),
 )
 def test_lora_drops_what_peft_drops(layout: str) -> None:
     alone = Case("single+fp64", adapter=LORA, steps=STEPS)

@@ -28,6 +28,7 @@ from fivefold.report.slices import slice_map
 from tests.parallel.test_parity import run
 from tests.parity import Case, assert_proved, build, hf_config, reference_model, refusal
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 ROWS = 8
 FAMILIES = ("gpt_oss", "mixtral", "qwen3_moe", "olmoe")
@@ -150,7 +151,7 @@ UNLISTED = Case(  # two layers without experts, then one with shared experts bes
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [UNLISTED.layout, "tp2+etp+mb4+fp64+full"])
+@pytest.mark.parametrize("layout", [put_off(UNLISTED.layout), "tp2+etp+mb4+fp64+full"])
 def test_experts_of_a_class_without_a_family(layout: str) -> None:
     found, expected, per_rank = run(UNLISTED.with_layout(layout))
     assert_proved(found, expected, per_rank)

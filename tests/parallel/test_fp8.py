@@ -98,7 +98,7 @@ def test_ranks_agree_on_scales(case: tuple[str, str]) -> None:
     [
         ("shard2", "blockwise"),
         put_off("pp2+zb", "tensorwise"),
-        ("dp2", "mxfp8"),
+        put_off("dp2", "mxfp8"),
         ("shard2.pp2+zb", "delayed"),
     ],
 )
@@ -110,7 +110,7 @@ def test_what_is_whole_on_a_rank_is_cast_there(layout: str, recipe: str) -> None
 @pytest.mark.parametrize(
     ("layout", "family", "recipe"),
     [
-        ("shard2.ep2", "mixtral", "tensorwise"),
+        put_off("shard2.ep2", "mixtral", "tensorwise"),
         ("tp2.ep2", "mixtral", "rowwise"),
         ("shard2.ep2+hp1", "deepseek_v3", "blockwise"),
     ],
@@ -120,7 +120,7 @@ def test_experts_are_cast_row_by_row(layout: str, family: str, recipe: str) -> N
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["rowwise", put_off("delayed")])
 def test_a_gate_of_shared_experts_stays_in_the_compute_dtype(recipe: str) -> None:
     """Also if a schedule that splits backward, or an adapter (zero at first), replaces its forward."""
     losses = {

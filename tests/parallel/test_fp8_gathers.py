@@ -21,6 +21,7 @@ from fivefold.parallel.state import state_of
 from fivefold.training.step import accumulate
 from tests.parity import Case, batch_of, build, documents, reference_model
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 CAST = RECIPES["tensorwise"].output[1]
 FACTORS = (1.0, 1.7, 0.3)  # of each step, what the weights are multiplied by before it
@@ -56,7 +57,7 @@ def _seen(layout: str) -> list[dict[str, tuple[Tensor, Tensor, Tensor]]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("words", ["fp8", "fp8_delayed"])
+@pytest.mark.parametrize("words", [put_off("fp8"), "fp8_delayed"])
 def test_codes_and_scale_are_those_of_the_whole_weight_in_each_step(words: str) -> None:
     """In bf16, the type that is cast: the scale of a value that was rounded is another one. With a history the scale is
     of the largest value in the steps before."""
@@ -94,7 +95,7 @@ def _after_an_update(layout: str) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["single+fp8", "shard2+fp8", "shard2+fp8_delayed"])
+@pytest.mark.parametrize("layout", [put_off("single+fp8"), "shard2+fp8", put_off("shard2+fp8_delayed")])
 def test_any_call_after_an_update_casts_by_the_scales_of_now(layout: str) -> None:
     """One of a user's own too, which is the first."""
     for found in run_ranks(Layout.parse(layout).world, _after_an_update, layout):

@@ -56,7 +56,7 @@ def test_no_number_changes(layout: str, hpz: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "line",
-    ["step shard4.ep2+hpz2 mixtral", *map(put_off, ("step shard4+hpz2+full llama", "step shard4.tp2+hpz2 llama"))],
+    [*map(put_off, ("step shard4.ep2+hpz2 mixtral", "step shard4+hpz2+full llama", "step shard4.tp2+hpz2 llama"))],
 )
 def test_a_layout_is_proved_with_it(line: str, tmp_path: Any) -> None:
     """Under ep2 two ranks have all experts between them, so each keeps its own."""
@@ -69,7 +69,7 @@ def test_a_layout_is_proved_with_it(line: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("layout", "family"),
     [
-        ("shard4.cp2.tp2.ep4+hpz4+etp", "mixtral"), ("pp2.shard4+interleaved+v2+hpz2", "llama"),
+        ("shard4.cp2.tp2.ep4+hpz4+etp", "mixtral"), put_off("pp2.shard4+interleaved+v2+hpz2", "llama"),
         put_off("dp2.shard4.tp2+hpz2", "llama"), put_off("pp2.shard4+hpz2", "llama"),
         put_off("pp2.shard4+zbv+hpz2", "llama"),
     ],

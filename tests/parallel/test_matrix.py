@@ -27,7 +27,7 @@ from tests.verification.core import core
 from tests.verification.faults import Model
 from tests.verification.mutation import make_subject, opened
 
-SHARE = 0.9  # of all pairs of options, which the cases of every run have; the others follow in a campaign
+SHARE = 0.75  # of all pairs of options, which the cases of every run have; the others follow in a campaign
 PLAIN = {"family", "tied", "kv_heads", "optimizer", "changes", "is_chunked"}  # what of a model a choice knows
 Saved = dict[str, tuple[str, Path]]
 

@@ -14,6 +14,7 @@ from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.ranks import RankGrid
 from tests.pool import TIMEOUT_SECONDS, run_ranks
 from tests.rehearsal import fake_world, on_stage
+from tests.tiers import put_off
 
 pytestmark = pytest.mark.full
 
@@ -67,7 +68,7 @@ class _Listed:
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-@pytest.mark.parametrize("rank", [0, 517, 1023])
+@pytest.mark.parametrize("rank", [put_off(0), 517, put_off(1023)])
 def test_a_thousand_ranks_make_the_groups_of_an_axis_in_one_call(text: str, rank: int) -> None:
     split, members, made = on_stage(described, text, rank, True, LAYOUTS[text])
     assert made == 0

@@ -7,7 +7,7 @@ import pytest
 from tests.parallel import toy
 from tests.parity import Case, Outcome, assert_proved, outcome, reference
 from tests.pool import run_ranks
-from tests.tiers import every
+from tests.tiers import every, put_off
 
 pytestmark = pytest.mark.full
 
@@ -29,21 +29,22 @@ def check(case: Case, *, listed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "tied"), [("tp2", False), ("tp2+nosp", True), ("tp4", True), ("shard2.tp2+full", False)]
+    ("layout", "tied"),
+    [put_off("tp2", False), ("tp2+nosp", True), put_off("tp4", True), ("shard2.tp2+full", False)],
 )
 @pytest.mark.parametrize("listed", every([False, True], 2), ids=["tried", "listed"])
 def test_a_model_that_nobody_knows(layout: str, tied: bool, listed: bool) -> None:
     check(Case(f"{layout}+mb4+fp64", family="toy", tied=tied, loss_chunks=3), listed=listed)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2+nosp+full", "pp2+zb"])
+@pytest.mark.parametrize("layout", [put_off("tp2"), "tp2+nosp+full", "pp2+zb"])
 def test_a_class_derived_from_linear_is_one_and_keeps_its_own_forward(layout: str) -> None:
     """Split as columns and rows; a row's bias is added once."""
     check(Case(f"{layout}+mb4+fp64", family="toy", overrides=OWN_LINEARS), listed=True)
 
 
 @pytest.mark.parametrize("layout", every(["shard2", "dp2", "single"], 3))
-@pytest.mark.parametrize("overrides", [(), LEARNT], ids=["fixed", "learnt scale"])
+@pytest.mark.parametrize("overrides", [put_off(()), LEARNT], ids=["fixed", "learnt scale"])
 def test_without_a_family_a_model_trains_under_data_parallelism(layout: str, overrides: tuple) -> None:
     """The learnt scale is a parameter of the causal model itself, neither of its base nor of its head."""
     check(Case(f"{layout}+mb4+fp64", family="toy", loss_chunks=3, overrides=overrides), listed=False)

@@ -187,7 +187,9 @@ def ways_of(shapes: Mapping[str, tuple[int, ...]], replicas: int) -> dict[str, t
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["dp3", "dp2.shard2", put_off("dp3.shard2"), put_off("dp2.tp2"), put_off("dp4")])
+@pytest.mark.parametrize(
+    "layout", ["dp3", put_off("dp2.shard2"), put_off("dp3.shard2"), put_off("dp2.tp2"), put_off("dp4")]
+)
 def test_replicas_go_on_from_a_meeting_with_the_same_bits(layout: str) -> None:
     """Those of the mean in the order of replicas, whatever else a layout does: a checkpoint goes on under others."""
     case = Case(f"{layout}+fp32+outer2", rows=12)

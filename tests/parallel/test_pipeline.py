@@ -35,11 +35,11 @@ from tests.tiers import put_off
 
 LAYERS_4 = (("num_hidden_layers", 4),)
 OTHERS = [
-    Case("pp4+fp64", tied=True, overrides=LAYERS_4, steps=2),
-    Case("pp2+split1-3+fp64", overrides=LAYERS_4, steps=2),
+    put_off(Case("pp4+fp64", tied=True, overrides=LAYERS_4, steps=2)),
+    put_off(Case("pp2+split1-3+fp64", overrides=LAYERS_4, steps=2)),
     Case("pp2+zb+v2+fp64", tied=True, overrides=LAYERS_4, steps=2),
     Case("pp2+zbv+mb4+fp64", rows=8, overrides=LAYERS_4, steps=2, packing=False),  # two micro batches: it is not filled
-    Case("pp2+mb8+fp64", steps=2),  # one micro batch
+    put_off(Case("pp2+mb8+fp64", steps=2)),  # one micro batch
 ]
 
 
@@ -70,7 +70,9 @@ def held(case: Case) -> tuple[set[str], set[str], int]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", [Case("pp2"), Case("pp2", tied=True), Case("pp2+zbv", overrides=LAYERS_4)], ids=name)
+@pytest.mark.parametrize(
+    "case", [put_off(Case("pp2")), Case("pp2", tied=True), put_off(Case("pp2+zbv", overrides=LAYERS_4))], ids=name
+)
 def test_a_rank_has_its_own_layers_and_nothing_else(case: Case) -> None:
     (first, said, numbers), (last, also_said, more) = run_ranks(2, held, case)
     whole = {name: p.numel() for name, p in build_meta(hf_config(case)).named_parameters()}
@@ -107,7 +109,7 @@ def losses(case: Case) -> tuple[float, float]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["pp2", "pp2+zbv", "pp2.tp2+interleaved+v2"])
+@pytest.mark.parametrize("layout", ["pp2+zbv", *map(put_off, ("pp2", "pp2.tp2+interleaved+v2"))])
 def test_evaluation_computes_the_loss_of_training(layout: str) -> None:
     case = Case(f"{layout}+fp64", overrides=LAYERS_4)
     per_rank = run_ranks(case.parsed.world, losses, case)

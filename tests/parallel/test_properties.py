@@ -72,7 +72,7 @@ def one_changed(place: int) -> list[MicroBatch]:
     return rows
 
 
-@pytest.mark.parametrize("layout", ["single+fp64", "tp2+fp64", "tp2+fp64+nosp", "single"])
+@pytest.mark.parametrize("layout", ["tp2+fp64", "single", *map(put_off, ("single+fp64", "tp2+fp64+nosp"))])
 def test_no_document_reaches_the_next(layout: str) -> None:
     rows = [row for place in (0, 5, 10) for row in one_changed(place)]
     results = whole(Case(layout), [[row] for row in rows])
@@ -103,7 +103,7 @@ def test_a_document_counts_the_same_wherever_it_lies() -> None:
 # ---- padding ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["single+mb2+fp64", "tp2+mb2+fp64"])
+@pytest.mark.parametrize("layout", [put_off("single+mb2+fp64"), "tp2+mb2+fp64"])
 def test_padding_contributes_nothing(layout: str) -> None:
     row = [document(3, 13), document(4, 5)]
     alone, with_empty_row = batch_of([row]), batch_of([row, []])
@@ -148,8 +148,8 @@ SOME_WITHOUT = [[FULL, EMPTY, SHORT, EMPTY], [EMPTY, FULL, EMPTY, EMPTY], [FULL,
 @pytest.mark.parametrize(
     ("layout", "rows"),
     [
-        *(("shard2", rows) for rows in SOME_WITHOUT), ("shard2.tp2", SOME_WITHOUT[0]),
-        *(put_off("shard2.tp2", rows) for rows in SOME_WITHOUT[1:]),
+        ("shard2", SOME_WITHOUT[0]), *(put_off("shard2", rows) for rows in SOME_WITHOUT[1:]),
+        put_off("shard2.tp2", SOME_WITHOUT[0]), *(put_off("shard2.tp2", rows) for rows in SOME_WITHOUT[1:]),
         *(put_off(layout, rows) for layout in ("shard2+zero1", "dp2") for rows in SOME_WITHOUT),
     ],
 )  # fmt: skip

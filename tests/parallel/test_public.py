@@ -53,7 +53,7 @@ def loss_on_rank(layout: str, cu_seqlens: list[int]) -> float:
 @pytest.mark.parametrize(
     ("layout", "tied"),
     [
-        ("tp2+fp64", True), ("shard2+fp64", False), ("tp2+nosp+fp64", False), ("shard-1+fp64", True),
+        ("tp2+fp64", True), put_off("shard2+fp64", False), put_off("tp2+nosp+fp64", False), ("shard-1+fp64", True),
         *(put_off(f"{layout}+fp64", tied) for layout, tied in (("tp2", False), ("shard2", True), ("tp2+nosp", True))),
     ],
 )  # fmt: skip

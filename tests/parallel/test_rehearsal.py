@@ -11,7 +11,7 @@ import pytest
 from fivefold.core.schedule import SCHEDULES as RECORDS
 from fivefold.parallel.adapters.settings import Lora
 from tests.rehearsal import Rehearsal, rehearse
-from tests.tiers import every, put_off
+from tests.tiers import every, first_of_each, put_off
 
 pytestmark = pytest.mark.full
 
@@ -30,12 +30,30 @@ OF_EXPERTS = (
     "shard4.ep4", "shard2.tp2.ep4", "shard4.tp2.ep4+etp", "pp2.shard4.ep2", "shard2.cp2.ep4+full", "tp4.ep4+nosp",
     "pp2.ep2.shard2+zb",
 )  # fmt: skip
+# Those with the most folds and options at once; the matrix proves each of them in fp64.
+OFTEN = {
+    "shard2.tp2.cp2",
+    "cp4+ring",
+    "cp4+2x2",
+    "tp4+full",
+    "dp2.shard2.tp2+zero1",
+    "pp2+interleaved+v2",
+    "pp2+dualpipev",
+    "pp2.shard2+zero2+zbv",
+    "pp2.cp2+zb+full",
+    "shard4.tp2.ep4+etp",
+    "tp4.ep4+nosp",
+    "pp2.ep2.shard2+zb",
+}
 SIZES = (("num_hidden_layers", 4), ("num_attention_heads", 8), ("num_key_value_heads", 4))
 DEEP = (("num_hidden_layers", 6),)
-OTHERS = tuple(
-    Rehearsal(f"{layout}{precision}", rank, family)
-    for layout, family in (("tp2.shard2", "gemma2"), ("pp2.tp2", "gemma2"), ("shard2.ep2", "deepseek_v3"))
-    for precision, rank in (("", -1), ("+fp32", 0))
+OTHERS = first_of_each(
+    (
+        Rehearsal(f"{layout}{precision}", rank, family)
+        for layout, family in (("pp2.tp2", "gemma2"), ("tp2.shard2", "gemma2"), ("shard2.ep2", "deepseek_v3"))
+        for precision, rank in (("", -1), ("+fp32", 0))
+    ),
+    lambda case: case.family,
 )
 
 
@@ -46,10 +64,10 @@ def cases(precision: str, rank: int) -> list[Rehearsal]:
 
 
 # Both dtypes, and both ends of a world; first ranks in bf16 do what those in fp32 and last ones in bf16 do. What first
-# ranks do in fp32 the matrix proves in fp64: every sixth of them is tried.
+# ranks do in fp32 the matrix proves in fp64: every twelfth of them is tried.
 CASES = [
-    *cases("", -1),
-    *every(cases("+fp32", 0), 6),
+    *(each if each.layout in OFTEN else put_off(each) for each in cases("", -1)),
+    *every(cases("+fp32", 0), 12),
     *(put_off(each) for each in cases("", 0)),
 ]
 
@@ -93,7 +111,7 @@ def test_what_is_done_to_modules_is_what_the_plan_lists(case: Rehearsal, compile
     assert not rehearse(replace(case, compiled=compiled)).unlike
 
 
-@pytest.mark.parametrize("layout", [put_off("shard2"), put_off("tp2"), "shard2+full", "pp2.shard2.tp2+zero1"])
+@pytest.mark.parametrize("layout", [*map(put_off, ("shard2", "tp2", "shard2+full")), "pp2.shard2.tp2+zero1"])
 def test_layers_are_compiled_once_whatever_the_documents(layout: str) -> None:
     """One graph of the first batch, and one whose number of documents is free, for six layers; three of the loss."""
     seen = rehearse(Rehearsal(layout, overrides=DEEP, compiled=True, steps=4))
@@ -157,7 +175,11 @@ def test_layers_with_experts_are_compiled_in_the_same_pieces() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "compiled"),
-    [*((name, False) for name, record in RECORDS.items() if record.splits_backward), ("zbv", True)],
+    [
+        ("zb", False),
+        *(put_off(name, False) for name, record in RECORDS.items() if record.splits_backward and name != "zb"),
+        ("zbv", True),
+    ],
 )
 def test_weight_gradients_are_put_off_in_compiled_blocks_as_in_others(schedule: str, compiled: bool) -> None:
     """Seven linears a layer; four layers in two stages, or in four on a V."""

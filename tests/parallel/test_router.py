@@ -11,6 +11,7 @@ from fivefold.parallel.state import state_of
 from fivefold.training.step import gradients
 from tests.parity import Case, batch_of, build, documents
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 pytestmark = pytest.mark.full
 
@@ -56,8 +57,8 @@ HUNYUAN = (("model_type", "hunyuan_v1_moe"), ("num_experts", 11), ("num_local_ex
     [
         (Case("shard2.ep2+mb4", "qwen3_moe"), 2),
         (Case("tp2.ep2+mb8+full", "mixtral"), 6),
-        (Case("shard2+mb4+zero1", "gpt_oss"), 3),
-        (Case("shard2.ep2+mb4", "none", overrides=HUNYUAN), 3),
+        put_off(Case("shard2+mb4+zero1", "gpt_oss"), 3),
+        put_off(Case("shard2.ep2+mb4", "none", overrides=HUNYUAN), 3),
     ],
     ids=lambda each: f"{each.family}-{each.layout}" if isinstance(each, Case) else "",
 )

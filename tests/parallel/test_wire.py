@@ -59,7 +59,7 @@ def test_half_of_the_largest_is_no_tie(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "step shard2+qwz gemma2", put_off("step shard4+hpz2+hier2+qwz mixtral"), "step shard2+qgz llama-lora",
+        put_off("step shard2+qwz gemma2"), put_off("step shard4+hpz2+hier2+qwz mixtral"), "step shard2+qgz llama-lora",
         put_off("step shard2+qgz llama"), put_off("step shard2+qgz+fp8 llama"), put_off("step shard2.tp2+qgz llama"),
         put_off("step pp2.shard2+qgz llama-tied"), put_off("step shard2+qgz+offload llama-lora-nf4"),
         put_off("step shard4+hpz2+hier2+qwz+qgz llama"), put_off("step shard4.ep2+qgz mixtral"),

@@ -29,7 +29,8 @@ from fivefold.training import preflight
 from tests.commands import fivefold
 from tests.families import TINY
 from tests.pool import run_ranks
-from tests.training.bodies import MODEL, Stopped, column, run_dir, run_file, same, state, train
+from tests.tiers import put_off
+from tests.training.bodies import MODEL, Stopped, column, run_dir, run_file, same, state, train, train_alone
 
 peft = pytest.importorskip("peft")
 
@@ -41,7 +42,7 @@ IDS = torch.arange(3, 40)[None]
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model folder to start from."""
     tree = run_file(tmp_path_factory.mktemp("base"), run__name="base", train__max_steps=2, checkpoint__export_hf=True)
-    assert train(tree).error is None
+    assert train_alone(tree).error is None
     return str(run_dir(tree) / "hf")
 
 
@@ -58,23 +59,23 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.full
 def test_an_adapter_goes_on_under_another_layout(tmp_path: Path, base: str) -> None:
     alone, other = (tree_of(tmp_path, base, run__name=name, checkpoint__every=2) for name in ("alone", "other"))
-    ran = train(alone)
+    ran = train_alone(alone)
     assert ran.error is None and "adapter" in ran.screen
-    assert isinstance(train(other, stop_at=3).error, Stopped)
-    assert train(other).error is None
+    assert isinstance(train_alone(other, stop_at=3).error, Stopped)
+    assert train_alone(other).error is None
     assert same(state(other, 4), state(alone, 4))
     (folder,) = (run_dir(alone) / "checkpoints").glob("step-*4")
     assert all(".lora_" in name for name in Checkpoint.open(folder).source().ordered)
     moved = tree_of(tmp_path, base, run__name="moved", checkpoint__every=2)
-    assert isinstance(train(moved, stop_at=3).error, Stopped)
-    assert train({**moved, "layout": {"dp_shard": 2, "tp": 2}}, 4).error is None
+    assert isinstance(train_alone(moved, stop_at=3).error, Stopped)
+    assert train({**moved, "layout": {"tp": 2}}).error is None
     assert column(moved, "train/loss") == pytest.approx(column(alone, "train/loss"), rel=1e-3)
 
 
 @pytest.mark.full
 def test_an_exported_adapter_is_one_of_peft_and_merged_it_is_a_model(tmp_path: Path, base: str) -> None:
     tree = tree_of(tmp_path, base, run__name="lora")
-    assert train(tree).error is None
+    assert train_alone(tree).error is None
     done = export(run_dir(tree), tmp_path / "adapter")
     assert done.is_adapter
     assert AutoTokenizer.from_pretrained(done.path).get_vocab() == AutoTokenizer.from_pretrained(base).get_vocab()
@@ -104,7 +105,7 @@ def test_an_exported_adapter_is_one_of_peft_and_merged_it_is_a_model(tmp_path: P
         export(run_dir(tree), Path(base), merge=True, force=True)
     again = {**tree_of(tmp_path, base, run__name="again", train__max_steps=1, optimizer__learning_rate=0.0)}
     again["adapter"] = {**LORA, "path": str(tmp_path / "adapter")}
-    assert train(again).error is None
+    assert train_alone(again).error is None
     export(run_dir(again), tmp_path / "same")
     kept = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "same")
     torch.testing.assert_close(logits(kept), right, rtol=0, atol=0)
@@ -113,7 +114,11 @@ def test_an_exported_adapter_is_one_of_peft_and_merged_it_is_a_model(tmp_path: P
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("init_lora_weights", "pissa"), ("init_lora_weights", "olora"), ("alora_invocation_tokens", [1, 2])],
+    [
+        put_off("init_lora_weights", "pissa"),
+        ("init_lora_weights", "olora"),
+        ("alora_invocation_tokens", [1, 2]),
+    ],
 )
 def test_an_adapter_of_peft_that_means_other_weights_is_refused(
     tmp_path: Path, base: str, key: str, value: Any
@@ -122,14 +127,14 @@ def test_an_adapter_of_peft_that_means_other_weights_is_refused(
     setattr(config, key, value)
     config.save_pretrained(tmp_path / "other")
     tree = tree_of(tmp_path, base) | {"adapter": {**LORA, "targets": ["q_proj"], "path": str(tmp_path / "other")}}
-    ran = train(tree)
+    ran = train_alone(tree)
     assert isinstance(ran.error, UserError) and f"{key} is {value!r}" in ran.error.what and ran.error.fix
 
 
 @pytest.mark.full
 def test_merging_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
     tree = run_file(tmp_path, train__max_steps=1)
-    assert train(tree).error is None
+    assert train_alone(tree).error is None
     with pytest.raises(UserError, match="has no adapter to merge"):
         export(run_dir(tree), tmp_path / "out", merge=True)
 
@@ -151,15 +156,15 @@ def test_what_is_not_built_is_refused(tmp_path: Path, section: dict[str, Any], s
 @pytest.mark.full
 def test_linears_that_are_not_there_are_refused(tmp_path: Path, base: str) -> None:
     tree = tree_of(tmp_path, base) | {"adapter": {**LORA, "targets": ["q_prj"]}}
-    ran = train(tree)
+    ran = train_alone(tree)
     assert isinstance(ran.error, UserError) and "is called q_prj" in ran.error.what and "q_proj" in str(ran.error.fix)
 
 
 @pytest.mark.full
 def test_another_adapter_is_refused_where_a_run_goes_on(tmp_path: Path, base: str) -> None:
     tree = tree_of(tmp_path, base, train__max_steps=1)
-    assert train(tree).error is None
-    ran = train({**tree, "adapter": {**LORA, "alpha": 8}})
+    assert train_alone(tree).error is None
+    ran = train_alone({**tree, "adapter": {**LORA, "alpha": 8}})
     assert isinstance(ran.error, UserError) and "adapter.alpha" in ran.error.what
 
 
@@ -167,19 +172,19 @@ def test_another_adapter_is_refused_where_a_run_goes_on(tmp_path: Path, base: st
 def test_other_weights_under_the_name_of_the_base_are_refused(tmp_path: Path, base: str) -> None:
     shutil.copytree(base, tmp_path / "base")
     tree = tree_of(tmp_path, str(tmp_path / "base"), train__max_steps=1)
-    assert train(tree).error is None
+    assert train_alone(tree).error is None
     weights = tmp_path / "base" / "model.safetensors"
     save_file({name: 2 * each for name, each in load_file(weights).items()}, weights, metadata={"format": "pt"})
     longer = {**tree, "train": {**tree["train"], "max_steps": 2}}
     said = f"model.name_or_path: the weights of {tmp_path / 'base'} are not those that"
-    error = train(longer).error
+    error = train_alone(longer).error
     assert isinstance(error, UserError) and said in error.what
     with pytest.raises(UserError, match="are not those that"):
         export(run_dir(tree), tmp_path / "merged", merge=True)
     with pytest.raises(UserError, match="are not those that"):
         ff.generate(run_dir(tree), "the", quiet=True)
     shutil.copy(Path(base) / "model.safetensors", weights)
-    assert train(longer).error is None
+    assert train_alone(longer).error is None
 
 
 @pytest.mark.parametrize(("key", "value"), [("lora_bias", True), ("alora_invocation_tokens", [3]), ("use_dora", True)])
@@ -208,7 +213,7 @@ def test_matrices_that_are_no_floating_point_numbers_are_refused(tmp_path: Path)
 @pytest.mark.full
 def test_disk_is_asked_for_the_adapter_alone(tmp_path: Path, base: str) -> None:
     tree = tree_of(tmp_path, base, run__name="disk", train__max_steps=1)
-    assert train(tree).error is None
+    assert train_alone(tree).error is None
     (folder,) = (run_dir(tree) / "checkpoints").glob("step-*1")
     adapter = sum(prod(shape) for shape in Checkpoint.open(folder).source().shapes.values())
     sizes = run_ranks(1, bytes_on_rank, tree)
@@ -224,7 +229,7 @@ def bytes_on_rank(tree: dict[str, Any]) -> int:
 @pytest.mark.full
 def test_a_run_generates_with_its_adapter(tmp_path: Path, base: str) -> None:
     tree = tree_of(tmp_path, base, run__name="said", optimizer__learning_rate=3e-2)
-    assert train(tree).error is None
+    assert train_alone(tree).error is None
     export(run_dir(tree), tmp_path / "merged", merge=True, dtype="fp32")
     options = ["--prompt", "the", "--temperature", "1", "--max-new-tokens", "40", "--layout", "single+fp32"]
     said = [
@@ -244,7 +249,7 @@ def with_own_experts(folder: str | Path) -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])  # experts [E, O, I] and [E, I, O]
+@pytest.mark.parametrize("family", [put_off("mixtral"), "gpt_oss"])  # experts [E, O, I] and [E, I, O]
 def test_a_run_beside_experts(tmp_path: Path, family: str) -> None:
     """It goes on under another layout; `peft` loads what it leaves, and gives the logits of the merged model; and a run
     starts from what `peft` has written."""
@@ -252,17 +257,17 @@ def test_a_run_beside_experts(tmp_path: Path, family: str) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({**MODEL, "num_hidden_layers": 3, **TINY[family], "architectures": None})
     )
-    assert train(first).error is None
+    assert train_alone(first).error is None
     base = str(run_dir(first) / "hf")
     alone, moved = (
         tree_of(tmp_path, base, run__name=name, checkpoint__every=2) | {"adapter": OF_EXPERTS}
         for name in ("alone", "moved")
     )
-    ran = train(alone)
+    ran = train_alone(alone)
     assert ran.error is None
     (folder,) = (run_dir(alone) / "checkpoints").glob("step-*4")
     assert all(".lora_" in name for name in Checkpoint.open(folder).source().ordered)
-    assert isinstance(train(moved, stop_at=3).error, Stopped)
+    assert isinstance(train_alone(moved, stop_at=3).error, Stopped)
     assert train({**moved, "layout": {"dp_shard": 2, "tp": 2, "ep": 2, "expert_tp": True}}, 4).error is None
     assert column(moved, "train/loss") == pytest.approx(column(alone, "train/loss"), rel=1e-3)
 
@@ -289,7 +294,7 @@ def test_a_run_beside_experts(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.full
 def test_what_is_no_matrix_of_experts_is_refused(tmp_path: Path, base: str) -> None:
-    ran = train(tree_of(tmp_path, base) | {"adapter": OF_EXPERTS})
+    ran = train_alone(tree_of(tmp_path, base) | {"adapter": OF_EXPERTS})
     assert isinstance(ran.error, UserError) and "no matrix of experts of LlamaForCausalLM" in ran.error.what
 
 
@@ -302,18 +307,18 @@ def test_a_run_beside_four_bits(tmp_path: Path) -> None:
     wide = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
     first = run_file(tmp_path, run__name="base", train__max_steps=2, checkpoint__export_hf=True)
     first["model"]["overrides"] = wide
-    assert train(first).error is None
+    assert train_alone(first).error is None
     base = str(run_dir(first) / "hf")
     trees = [
         tree_of(tmp_path, base, run__name=name, checkpoint__every=2) | {"adapter": {**LORA, "quantize": "nf4"}}
         for name in ("alone", "moved")
     ]
-    ran = train(trees[0])
+    ran = train_alone(trees[0])
     assert ran.error is None and "the others lie in four bits (NF4)" in ran.screen
-    assert isinstance(train(trees[1], stop_at=3).error, Stopped)
-    assert train({**trees[1], "layout": {"dp_shard": 2, "tp": 2}}, 4).error is None
+    assert isinstance(train_alone(trees[1], stop_at=3).error, Stopped)
+    assert train({**trees[1], "layout": {"tp": 2}}).error is None
     assert column(trees[1], "train/loss") == pytest.approx(column(trees[0], "train/loss"), rel=1e-3)
-    changed = train({**trees[1], "adapter": LORA, "train": {**trees[1]["train"], "max_steps": 5}})
+    changed = train_alone({**trees[1], "adapter": LORA, "train": {**trees[1]["train"], "max_steps": 5}})
     assert isinstance(changed.error, UserError) and "adapter.quantize" in changed.error.what
 
     export(run_dir(trees[0]), tmp_path / "adapter")

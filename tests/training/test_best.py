@@ -18,6 +18,7 @@ from fivefold.launch.folder import best_kept_step
 from fivefold.report.run import _best
 from fivefold.report.run import main as report
 from fivefold.training.metrics import of_evaluation
+from tests.tiers import put_off
 from tests.training.bodies import Stopped, column, run_dir, run_file, same, train
 
 # ---- the record ------------------------------------------------------------------------------------------------------
@@ -218,7 +219,7 @@ def weights_of(tree: dict[str, Any], step: int) -> dict[str, Any]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "world"), [({}, 1), ({"tp": 2}, 2)])
+@pytest.mark.parametrize(("layout", "world"), [put_off({}, 1), ({"tp": 2}, 2)])
 def test_the_record_survives_a_kill_and_another_layout(tmp_path: Path, layout: dict[str, int], world: int) -> None:
     """Killed at step 7 of 8 after a save at 6: the best one, step 3, is neither lost nor gone on from."""
     options: dict[str, Any] = {"checkpoint__every": 6, "eval__stop": {"patience": 5}}

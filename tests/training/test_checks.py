@@ -78,7 +78,7 @@ CLEAN = [case_of(each) for each in all_pairs(OPTIONS, legal=sequence_parallel_ha
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", every(CLEAN, 8), ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("options", every(CLEAN, 16), ids=lambda o: "-".join(map(str, o.values())))
 def test_a_healthy_run_raises_nothing(rows: PackedRows, options: dict[str, Any]) -> None:
     """Three steps with accumulation, over more than an epoch."""
     assert found(rows=rows, steps=3, **options) == []
@@ -86,7 +86,7 @@ def test_a_healthy_run_raises_nothing(rows: PackedRows, options: dict[str, Any])
 
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("by", every([0.0, 1e-20, 1e-7, 1e-12, 1e-38], 2))
+@pytest.mark.parametrize("by", every([0.0, 1e-20, 1e-12, 1e-38, 1e-7], 4))
 def test_an_update_that_rounding_swallows_is_no_finding(rows: PackedRows, by: float, optimizer: str) -> None:
     """Nor is a step without any gradient: decay moves the matrices, and norms rightly stay."""
     plant = partial(checked.tiny_gradients, by=by)
@@ -148,6 +148,9 @@ RARE = {
     "a moment of a shared head",
     "dropped",
     "stale on one shard",
+    "shared key heads not summed",
+    "an ulp over dp_replicate",
+    "dropped on one tp rank",
 }
 
 
@@ -237,7 +240,7 @@ def test_what_did_not_move(rows: PackedRows, fault: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("plant", [checked.stale, checked.forgotten])
+@pytest.mark.parametrize("plant", [put_off(checked.stale), checked.forgotten])
 def test_a_matrix_of_muon_that_did_not_move(rows: PackedRows, plant: Any) -> None:
     faults = found("shard2.tp2+mb2+fp32", rows, partial(plant, name=UP), optimizer="muon")
     assert texts(faults) == [f"moved: {UP} did not change at all on ranks 0, 1, 2, 3"]
@@ -263,7 +266,7 @@ def test_what_is_not_a_number(rows: PackedRows, case: tuple[str, str]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [put_off("adamw"), "muon"])
 def test_a_rate_that_is_not_the_schedule_s(rows: PackedRows, optimizer: str) -> None:
     plant = partial(checked.rate_is, rate=0.004, on=[1])
     group = {"adamw": 1, "muon": 2}[optimizer]
@@ -272,7 +275,7 @@ def test_a_rate_that_is_not_the_schedule_s(rows: PackedRows, optimizer: str) -> 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", put_off("muon")])
 def test_a_count_of_updates_that_is_not_the_run_s(rows: PackedRows, optimizer: str) -> None:
     faults = texts(found("shard2+mb2+fp32", rows, partial(checked.counts, by=-1), optimizer=optimizer))
     assert faults == ["rates: the optimizer counts 0 updates, not 1, on ranks 0, 1"]
@@ -403,7 +406,7 @@ def test_a_straggler_is_named_after_three_checks_in_a_row() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "axis"), [({"tp": 2}, "tp"), ({"dp_replicate": 2}, "dp_replicate")])
+@pytest.mark.parametrize(("layout", "axis"), [({"tp": 2}, "tp"), put_off({"dp_replicate": 2}, "dp_replicate")])
 def test_a_run_ends_with_the_step_that_fails(tmp_path: Path, layout: dict[str, int], axis: str) -> None:
     """Found at the next check, before that step is saved: what went before a check that passed stands."""
     tree = run_file(tmp_path, train__max_steps=9, train__check_every=2, checkpoint__every=2) | {"layout": layout}
@@ -425,7 +428,7 @@ def test_a_run_that_is_wrong_from_its_start_ends_with_its_first_step(tmp_path: P
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [put_off("adamw"), "muon"])
 def test_checks_change_no_number(tmp_path: Path, optimizer: str) -> None:
     never, always = (
         run_file(tmp_path, run__name=f"{every}", train__check_every=every, optimizer__name=optimizer, layout__tp=2)

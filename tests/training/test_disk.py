@@ -27,6 +27,7 @@ from fivefold.training import preflight
 from fivefold.training import run as run_module
 from fivefold.training.run_log import HeldFolder
 from tests.pool import run_ranks
+from tests.tiers import put_off
 from tests.training.bodies import Ran, column, on_rank, run_dir, run_file, state, train
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -149,7 +150,7 @@ def with_free(tree: dict[str, Any], free: int) -> Ran:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [put_off("adamw"), "muon"])
 def test_the_size_of_a_checkpoint_is_known_before_it_is_written(optimizer: str, tmp_path: Path) -> None:
     tree = run_file(tmp_path, train__max_steps=1, optimizer__name=optimizer)
     ran = run_ranks(2, with_free, tree, 10**12)[0]

@@ -33,10 +33,14 @@ from fivefold.verification.exact import exactly
 from tests.parity import ROW, VOCABULARY, Case, build, documents, gathered, gradient, piece, pieces, reference_model
 from tests.pool import run_ranks
 from tests.tiers import put_off
-from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
+from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train, train_alone
 
 # The others have a fold of one of these alone.
-LAYOUTS = ["tp2+nosp", "shard2.tp2", "pp2.cp2", "shard2.ep2", *map(put_off, ("single", "shard2", "tp2", "pp2", "cp2"))]
+LAYOUTS = [
+    "tp2+nosp",
+    "pp2.cp2",
+    *map(put_off, ("shard2.ep2", "shard2.tp2", "single", "shard2", "tp2", "pp2", "cp2")),
+]
 # top_k, temperature, alpha
 FOLLOWED = {"warm": (7, 2.5, 0.3), "plain": (5, 1.0, 0.6), "alone": (3, 1.7, 1.0), "all": (VOCABULARY, 1.0, 1.0)}
 TEACHER = Case("single+fp64", "qwen2")  # another family, with biases
@@ -138,7 +142,7 @@ def test_a_teacher_is_followed_as_plain_transformers_do(layout: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "which"), [("shard2.tp2", "plain"), ("pp2.cp2", "alone"), ("tp2", "all")])
+@pytest.mark.parametrize(("layout", "which"), [("shard2.ep2", "plain"), put_off("pp2.cp2", "alone"), ("tp2", "all")])
 def test_other_temperatures_and_weights(layout: str, which: str) -> None:
     check(layout, which)
 
@@ -155,7 +159,7 @@ def likeliest(layout: str) -> list[tuple[int, np.ndarray, np.ndarray, MicroBatch
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["single", "tp2", "cp2", "pp2"])
+@pytest.mark.parametrize("layout", [*map(put_off, ("single", "cp2")), "tp2", "pp2"])
 def test_the_likeliest_of_the_shared_tokens(layout: str, subtests: pytest.Subtests) -> None:
     """Rows of a vocabulary beyond the tokenizer's are never named; log-probabilities are of the whole softmax."""
     (_, teacher), per_rank = both("llama"), run_ranks(case_of(layout).parsed.world, likeliest, layout)
@@ -181,9 +185,9 @@ def test_the_likeliest_of_the_shared_tokens(layout: str, subtests: pytest.Subtes
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of another size that was trained on the text of the runs."""
     folder = tmp_path_factory.mktemp("teacher")
-    tree = run_file(folder, run__name="teacher", train__max_steps=30, checkpoint__export_hf=True)
+    tree = run_file(folder, run__name="teacher", train__max_steps=12, checkpoint__export_hf=True)
     tree["model"]["overrides"] = {"hidden_size": 24, "num_hidden_layers": 3}
-    assert train(tree).error is None
+    assert train_alone(tree).error is None
     return run_dir(tree) / "hf"
 
 
@@ -201,15 +205,15 @@ def test_a_run_follows_its_teacher(tmp_path: Path, teacher: Path) -> None:
         tree_of(tmp_path, teacher, run__name=name, objective=objective, **options)
         for name, objective in (("followed", {"alpha": 1.0}), ("text", {"alpha": 0.0}))
     )
-    ran = train(followed)
+    ran = train_alone(followed)
     assert ran.error is None and "asking the teacher" in ran.screen
     assert "the 20 likeliest tokens of 3," in ran.screen and "asked now" in ran.screen
-    assert train(text).error is None
+    assert train_alone(text).error is None
     losses = column(followed, "train/loss")
     assert losses[-1] < 0.8 * losses[0] and all(loss > 0 for loss in losses)
     assert column(text, "train/loss") != losses
     plain = run_file(tmp_path, run__name="plain", **options)
-    assert train(plain).error is None
+    assert train_alone(plain).error is None
     assert column(text, "train/loss") == pytest.approx(column(plain, "train/loss"), rel=1e-5)
     for tree in (followed, text, plain):  # what is evaluated is the likelihood of the text
         assert 0 < column(tree, "eval/loss")[-1] < 5
@@ -219,7 +223,7 @@ def test_a_run_follows_its_teacher(tmp_path: Path, teacher: Path) -> None:
 def test_the_teacher_itself_has_nothing_to_learn(tmp_path: Path, teacher: Path) -> None:
     tree = tree_of(tmp_path, teacher, objective={"alpha": 1.0, "top_k": 257}, train__max_steps=1)
     tree["model"] = {"name_or_path": str(teacher), "init": "pretrained"}
-    assert train(tree).error is None
+    assert train_alone(tree).error is None
     assert column(tree, "train/loss")[0] == pytest.approx(0, abs=1e-6)
     assert column(tree, "train/grad_norm")[0] == pytest.approx(0, abs=1e-4)
 
@@ -234,7 +238,7 @@ def test_the_teacher_itself_has_nothing_to_learn(tmp_path: Path, teacher: Path) 
 )  # fmt: skip
 def test_every_layout_asks_and_follows_alike(tmp_path: Path, teacher: Path, layout: dict[str, int], world: int) -> None:
     trees = [tree_of(tmp_path, teacher, run__name=name, train__max_steps=3) for name in ("alone", "laid")]
-    assert train(trees[0]).error is None
+    assert train_alone(trees[0]).error is None
     shutil.rmtree(tmp_path / "cache" / "teacher")
     trees[1]["layout"] = layout
     ran = train(trees[1], world)
@@ -246,10 +250,10 @@ def test_every_layout_asks_and_follows_alike(tmp_path: Path, teacher: Path, layo
 def test_resumed_it_is_bitwise_the_run_left_alone_and_asks_nobody(tmp_path: Path, teacher: Path) -> None:
     options: dict[str, Any] = {"train__max_steps": 5, "checkpoint__every": 2}
     alone, stopped = (tree_of(tmp_path, teacher, run__name=name, **options) for name in ("alone", "stopped"))
-    assert train(alone).error is None
-    ran = train(stopped, stop_at=4)
+    assert train_alone(alone).error is None
+    ran = train_alone(stopped, stop_at=4)
     assert isinstance(ran.error, Stopped) and "from the cache" in ran.screen
-    ran = train(stopped)
+    ran = train_alone(stopped)
     assert ran.error is None and "from the cache" in ran.screen and "step 2 of 5" in ran.screen
     assert column(stopped, "train/loss") == column(alone, "train/loss")
     assert same(state(stopped, 5), state(alone, 5))
@@ -259,7 +263,7 @@ def test_resumed_it_is_bitwise_the_run_left_alone_and_asks_nobody(tmp_path: Path
 def test_only_the_rows_that_are_read_are_asked_about(tmp_path: Path, teacher: Path) -> None:
     """2 steps of 8 rows of some 66."""
     tree = tree_of(tmp_path, teacher, train__max_steps=2)
-    assert train(tree).error is None
+    assert train_alone(tree).error is None
     (file,) = (tmp_path / "cache" / "teacher").glob("*/tokens.npy")
     assert np.load(file).shape == (16 * 61, 20) or np.load(file).shape == (16 * 61 - 1, 20)
 
@@ -283,10 +287,10 @@ def test_what_a_teacher_says_follows_from_what_is_in_its_key(tmp_path: Path, tea
 @pytest.mark.full
 def test_what_is_damaged_in_the_cache_is_asked_again(tmp_path: Path, teacher: Path) -> None:
     first, again = (tree_of(tmp_path, teacher, run__name=name, train__max_steps=2) for name in ("first", "again"))
-    assert train(first).error is None
+    assert train_alone(first).error is None
     (file,) = (tmp_path / "cache" / "teacher").glob("*/log_probs.npy")
     file.write_bytes(file.read_bytes()[:-4] + b"\x01" * 4)
-    ran = train(again)
+    ran = train_alone(again)
     assert ran.error is None and "asked now" in ran.screen
     assert column(again, "train/loss") == column(first, "train/loss")
 
@@ -330,7 +334,7 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path, change: dict[str,
     [({"top_k": 258}, "objective.top_k is 258, and there are 257 tokens"), ({"teacher": "no"}, "no")],
 )
 def test_what_cannot_be_followed(tmp_path: Path, teacher: Path, change: dict[str, Any], said: str) -> None:
-    error = train(tree_of(tmp_path, teacher, objective=change)).error
+    error = train_alone(tree_of(tmp_path, teacher, objective=change)).error
     assert isinstance(error, UserError) and said in error.what
 
 
@@ -340,7 +344,7 @@ def test_a_teacher_of_fewer_positions_is_named(tmp_path: Path, teacher: Path) ->
     shutil.copytree(teacher, other)
     config = json.loads((teacher / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
-    error = train(tree_of(tmp_path, other)).error
+    error = train_alone(tree_of(tmp_path, other)).error
     assert isinstance(error, UserError) and f"objective.teacher {other}" in error.what
     assert "name another teacher" in str(error.fix)
 
@@ -354,9 +358,9 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path, teacher: P
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    error = train(tree_of(tmp_path, other)).error
+    error = train_alone(tree_of(tmp_path, other)).error
     assert isinstance(error, UserError) and "'a'" in error.what and "has it as" in error.what
     config = json.loads((teacher / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": 11}))
-    error = train(tree_of(tmp_path, other)).error
+    error = train_alone(tree_of(tmp_path, other)).error
     assert isinstance(error, UserError) and "a vocabulary of 11" in error.what

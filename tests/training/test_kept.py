@@ -102,7 +102,7 @@ def layout(**degrees: int) -> dict[str, Any]:
     return {f"layout__{name}": size for name, size in ({"dp_shard": 1} | degrees).items()}
 
 
-@pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2}, put_off({"tp": 2}), put_off({"pp": 2})], ids=str)
+@pytest.mark.parametrize("degrees", [{}, *map(put_off, ({"dp_shard": 2}, {"tp": 2}, {"pp": 2}))], ids=str)
 def test_a_step_that_one_replica_keeps_is_what_a_save_of_it_holds(degrees: dict[str, int], tmp_path: Path) -> None:
     inner = degrees.get("dp_shard", 1) * degrees.get("tp", 1)
     size = 2 * inner * degrees.get("pp", 1)
@@ -182,7 +182,7 @@ def test_nodes_send_each_other_what_they_lack_or_go_on_from_the_disk(case: str, 
     assert not any(memory.glob("node-*/round-*/step-*"))
 
 
-@pytest.mark.parametrize("case", ["too little room", "not finite", "in an update", "its row"])
+@pytest.mark.parametrize("case", ["too little room", put_off("not finite"), "in an update", put_off("its row")])
 def test_what_cannot_be_gone_on_from_is_not_kept(case: str, tmp_path: Path) -> None:
     tree, room = run_file(tmp_path, **KEYS, **layout(dp_replicate=2)), 1000 if case == "too little room" else 2**30
     ran = train(tree, [0, 1], tmp_path / "memory", cut_at=3, within=case, room=room)
@@ -190,7 +190,9 @@ def test_what_cannot_be_gone_on_from_is_not_kept(case: str, tmp_path: Path) -> N
     assert found(tmp_path / "memory", 0, 1) == KeptStep()
 
 
-@pytest.mark.parametrize("keys", [{"checkpoint__every": 4}, {"train__max_steps": 4}], ids=["due", "the last step"])
+@pytest.mark.parametrize(
+    "keys", [{"checkpoint__every": 4}, put_off({"train__max_steps": 4})], ids=["due", "the last step"]
+)
 def test_a_step_that_was_to_be_saved_is_saved_first(keys: dict[str, int], apart: Path, tmp_path: Path) -> None:
     shutil.copytree(apart / "memory", memory := tmp_path / "memory")
     tree = run_file(apart, run__name=f"due-{next(iter(keys))}", **(KEYS | keys), **layout(dp_shard=2))
@@ -200,7 +202,7 @@ def test_a_step_that_was_to_be_saved_is_saved_first(keys: dict[str, int], apart:
     assert history.load(run_dir(tree)).starts[-1].how == "finished"
 
 
-@pytest.mark.parametrize("number", [2, 3], ids=["step 4 of 6", "the last step"])
+@pytest.mark.parametrize("number", [put_off(2), 3], ids=["step 4 of 6", "the last step"])
 def test_an_evaluation_that_was_cut_off_is_done_again(number: int, tmp_path: Path) -> None:
     keys = {**KEYS, "data__validation": str(tmp_path / "corpus.txt"), "eval__every": 2, "eval__max_tokens": 500}
     alone, tree = (run_file(tmp_path, run__name=name, **keys) for name in ("alone", "run"))

@@ -13,6 +13,7 @@ from fivefold.training.optimizers import build_optimizer
 from tests.parallel.test_parity import truth
 from tests.parity import Case, assert_proved, build, on_rank, outcome
 from tests.pool import run_ranks
+from tests.tiers import put_off
 from tests.training import bodies
 from tests.training.sgd import knowing, known
 from tests.verification import mutation
@@ -26,7 +27,7 @@ def _known() -> Iterator[None]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["shard2", "tp2"])
+@pytest.mark.parametrize("layout", [put_off("shard2"), "tp2"])
 def test_steps_are_those_of_torch_in_one_process(layout: str) -> None:
     case = Case(f"{layout}+fp64", optimizer="sgd")
     expected = truth(case.with_layout("single"))

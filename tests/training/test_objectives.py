@@ -30,7 +30,7 @@ from tests.pool import run_ranks
 from tests.tiers import put_off
 
 # The others have a fold of one of these alone.
-LAYOUTS = ["shard2.tp2", "pp2.cp2", "shard2.ep2", *map(put_off, ("single", "shard2", "tp2", "pp2", "cp2"))]
+LAYOUTS = ["shard2.tp2", "pp2.cp2", *map(put_off, ("shard2.ep2", "single", "shard2", "tp2", "pp2", "cp2"))]
 # Of each row its pairs: tokens of the prompt, of the chosen answer and of the rejected one.
 ROWS = (
     [(3, 5, 2), (2, 1, 4)], [(1, 13, 6)], [(2, 2, 3)], [], [(4, 4, 7)], [(1, 2, 1), (1, 3, 2), (2, 1, 1)],
@@ -217,7 +217,7 @@ def test_dpo_equals_plain_transformers(layout: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "layout"), [("ipo", "shard2.tp2"), ("orpo", "pp2.cp2"), ("simpo", "shard2.tp2"), ("orpo", "single")]
+    ("name", "layout"), [("ipo", "shard2.tp2"), ("orpo", "pp2.cp2"), ("simpo", "tp2"), put_off("orpo", "single")]
 )
 def test_other_objectives_equal_plain_transformers(name: str, layout: str) -> None:
     check(layout, Objective(name, beta=0.7, gamma=0.4))
@@ -227,7 +227,7 @@ RATED = Objective("kto", beta=0.4, desirable_weight=1.3, undesirable_weight=0.7)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["tp2", "pp2.cp2", "shard2.ep2", put_off("single"), put_off("shard2")])
+@pytest.mark.parametrize("layout", ["tp2", "shard2.ep2", *map(put_off, ("pp2.cp2", "single", "shard2"))])
 def test_kto_equals_plain_transformers(layout: str) -> None:
     """The baseline is a mean over the whole global batch, which is above 0 here, and has no gradient."""
     check(layout, RATED)

@@ -25,6 +25,7 @@ from fivefold.training import step as training_step
 from fivefold.training.optimizers import build_optimizer
 from tests.parity import OPTIONS, Case, batch_of, build, documents, reference_model
 from tests.pool import RankError, run_ranks
+from tests.tiers import put_off
 from tests.training.bodies import Stopped, column, run_file, same, state, train
 
 CASES = {  # all levers, in turns with each fold; more micro batches than stages
@@ -47,7 +48,9 @@ class Bits:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", CASES)
+@pytest.mark.parametrize(
+    "layout", [each if each in ("dp2.shard2+mb2", "pp2+zb+v2+mb1") else put_off(each) for each in CASES]
+)
 def test_no_bit_changes(layout: str) -> None:
     """Losses, weights and state after three steps that are clipped, on every rank."""
     case = Case(layout, steps=3, max_grad_norm=0.05, **CASES[layout])
@@ -127,7 +130,9 @@ class LateCopies:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["shard2.tp2+full+mb1", "pp2+zb+v2+mb1", "shard2.ep2+selective+mb1"])
+@pytest.mark.parametrize(
+    "layout", ["shard2.tp2+full+mb1", *map(put_off, ("pp2+zb+v2+mb1", "shard2.ep2+selective+mb1"))]
+)
 def test_no_bit_changes_however_late_copies_are(layout: str) -> None:
     case = Case(layout, steps=3, max_grad_norm=0.05, **CASES[layout])
     plain, moved = plain_bits(case), bits(case, moves=True, fault="late")

@@ -10,14 +10,15 @@ from fivefold.parallel.dtensor import local
 from fivefold.training.step import squared_norm
 from tests.parity import Case, build, gathered, hf_config, reference_model
 from tests.pool import run_ranks
+from tests.tiers import put_off
 from tests.training import ranks
 
 pytestmark = pytest.mark.full
 
-LAYOUTS = ("single", "dp2.shard2", "tp4", "shard2.tp2")
+LAYOUTS = (put_off("single"), put_off("dp2.shard2"), "tp4", "shard2.tp2")
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, put_off(False)])
 def test_every_parameter_is_in_it_once_and_only_matrices_decay(tied: bool) -> None:
     case = Case("shard2.tp2+fp32", tied=tied)
     expected = {name: [0.1 if p.ndim > 1 else 0.0] for name, p in reference_model(case).named_parameters()}
@@ -26,7 +27,7 @@ def test_every_parameter_is_in_it_once_and_only_matrices_decay(tied: bool) -> No
     assert run_ranks(4, ranks.decay_of, case) == [expected] * 4
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen3", False)])
+@pytest.mark.parametrize(("family", "tied"), [put_off("llama", True), ("qwen3", False)])
 def test_every_parameter_moves(tied: bool, family: str) -> None:
     case = Case("shard2.tp2+fp32", tied=tied, family=family, kv_heads=1)
     shapes = {name: tuple(p.shape) for name, p in reference_model(case).named_parameters()}
@@ -38,7 +39,7 @@ def test_every_parameter_moves(tied: bool, family: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("kv_heads", "tied"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("kv_heads", "tied"), [(1, False), put_off(2, True)])
 def test_the_norm_counts_each_element_of_the_model_once(layout: str, kv_heads: int, tied: bool) -> None:
     """A gradient of 0.5 everywhere: its squared norm is a quarter of the number of parameters, whatever is copied."""
     case = Case(f"{layout}+fp32", kv_heads=kv_heads, tied=tied)
@@ -48,7 +49,7 @@ def test_the_norm_counts_each_element_of_the_model_once(layout: str, kv_heads: i
         assert found == pytest.approx(elements / 4, rel=1e-6)
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [put_off(0), 3])
 def test_one_bad_element_on_one_rank_is_seen_everywhere(rank: int) -> None:
     assert all(isnan(norm) for norm in run_ranks(4, ranks.norm_of, Case("shard2.tp2+fp32"), 0.5, rank))
 

@@ -13,6 +13,7 @@ from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.core.errors import UserError
 from fivefold.core.named_code import NamedCode
 from fivefold.training import agreed
+from tests.tiers import put_off
 from tests.training.bodies import Stopped, column, run_file, same, state, train
 
 FOCAL = """
@@ -38,7 +39,7 @@ def tree_of(folder: Path, source: str = FOCAL, **changes: Any) -> dict[str, Any]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "world"), [({"tp": 2}, 2), ({"pp": 2}, 2), ({"dp_shard": 2, "cp": 2}, 4)])
+@pytest.mark.parametrize(("layout", "world"), [put_off({"tp": 2}, 2), ({"pp": 2}, 2), ({"dp_shard": 2, "cp": 2}, 4)])
 def test_every_layout_trains_alike(tmp_path: Path, layout: dict[str, int], world: int) -> None:
     trees = [tree_of(tmp_path, run__name=name, train__max_steps=3) for name in ("alone", "laid")]
     assert train(trees[0], 1).error is None

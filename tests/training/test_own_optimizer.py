@@ -15,6 +15,7 @@ from fivefold.core.named_code import NamedCode
 from fivefold.training.optimizers import Weights, rule_for
 from fivefold.training.optimizers.python import PythonOptimizer
 from fivefold.training.optimizers.trial import why_not
+from tests.tiers import put_off
 from tests.training.bodies import Stopped, column, run_file, same, state, train
 
 # Its count is a Python number, and its momentum has a name of its own: neither is one of the library's optimizers.
@@ -198,7 +199,7 @@ def test_an_option_that_no_group_has_is_tried_as_it_is_given(tmp_path: Path) -> 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"pp": 2}])
+@pytest.mark.parametrize("layout", [{"dp_shard": 2}, put_off({"pp": 2})])
 def test_an_update_of_whole_tensors_is_refused_on_parts_on_every_rank(tmp_path: Path, layout: dict[str, int]) -> None:
     """A norm that it keeps is a 0-d tensor of the mesh of its parameter, which a checkpoint has as a number."""
     kept = "self.state[p]['norm'] = p.grad.norm(); p.sub_("

@@ -14,7 +14,7 @@ from fivefold.core.errors import UserError
 from fivefold.training.objectives import METRICS, RATED_METRICS
 from tests.tiers import put_off
 from tests.training import bodies
-from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
+from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train, train_alone
 
 WORDS = ["eins", "zwei", "drei", "vier", "acht"]
 
@@ -36,7 +36,7 @@ def test_a_run_prefers_what_was_chosen_and_says_so(tmp_path: Path) -> None:
         tmp_path, train__max_steps=8, data__validation=0.2, eval__every=4, eval__metric="eval/rewards/margins",
         checkpoint__keep_best=1,
     )  # fmt: skip
-    ran = train(tree)
+    ran = train_alone(tree)
     assert ran.error is None and "compared" in ran.screen and "with the first weights" in ran.screen
     assert "computed now" in ran.screen
     losses, accuracies = column(tree, "train/loss"), column(tree, "rewards/accuracies")
@@ -70,7 +70,7 @@ def test_four_bits_are_compared_with_four_bits(tmp_path: Path) -> None:
     for quantize in ("none", "nf4"):
         tree = tree_of(tmp_path, run__name=quantize, train__max_steps=1)
         tree["model"]["overrides"] = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
-        ran = train(tree | {"adapter": {"name": "lora", "quantize": quantize}})
+        ran = train_alone(tree | {"adapter": {"name": "lora", "quantize": quantize}})
         assert ran.error is None and "computed now" in ran.screen
         assert column(tree, "train/loss")[0] == pytest.approx(math.log(2), rel=1e-6)
 
@@ -79,10 +79,10 @@ def test_four_bits_are_compared_with_four_bits(tmp_path: Path) -> None:
 def test_resumed_is_bitwise_the_run_left_alone_and_computes_no_reference(tmp_path: Path) -> None:
     options: dict[str, Any] = {"train__max_steps": 5, "checkpoint__every": 2}
     alone, stopped = (tree_of(tmp_path, run__name=name, **options) for name in ("alone", "stopped"))
-    assert train(alone).error is None
-    ran = train(stopped, stop_at=4)
+    assert train_alone(alone).error is None
+    ran = train_alone(stopped, stop_at=4)
     assert isinstance(ran.error, Stopped) and "from the cache" in ran.screen
-    ran = train(stopped)
+    ran = train_alone(stopped)
     assert ran.error is None and "from the cache" in ran.screen and "step 2 of 5" in ran.screen
     for name in ("train/loss", "train/grad_norm", *METRICS):
         assert column(stopped, name) == column(alone, name), name
@@ -92,10 +92,10 @@ def test_resumed_is_bitwise_the_run_left_alone_and_computes_no_reference(tmp_pat
 @pytest.mark.full
 def test_what_is_damaged_in_the_cache_is_computed_again(tmp_path: Path) -> None:
     first, again = (tree_of(tmp_path, run__name=name, train__max_steps=2) for name in ("first", "again"))
-    assert train(first).error is None
+    assert train_alone(first).error is None
     (file,) = (tmp_path / "cache" / "reference").glob("*/*.npy")
     file.write_bytes(file.read_bytes()[:-8] + b"\x01" * 8)
-    ran = train(again)
+    ran = train_alone(again)
     assert ran.error is None and "computed now" in ran.screen
     assert column(again, "train/loss") == column(first, "train/loss")
 
@@ -104,14 +104,18 @@ def test_what_is_damaged_in_the_cache_is_computed_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "world"),
     [
-        ({"pp": 2}, 2), ({"dp_shard": 2, "tp": 2}, 4), put_off({"tp": 2}, 2), put_off({"cp": 2}, 2), put_off({}, 1),
+        ({"pp": 2}, 2),
+        put_off({"dp_shard": 2, "tp": 2}, 4),
+        put_off({"tp": 2}, 2),
+        put_off({"cp": 2}, 2),
+        put_off({}, 1),
     ],
-)  # fmt: skip
+)
 def test_a_run_under_another_layout_follows(tmp_path: Path, layout: dict[str, int], world: int) -> None:
     """Its reference too: computed by that layout."""
     options: dict[str, Any] = {"train__max_steps": 3}
     alone, other = tree_of(tmp_path, run__name="alone", **options), tree_of(tmp_path, run__name="other", **options)
-    assert train(alone).error is None
+    assert train_alone(alone).error is None
     shutil.rmtree(tmp_path / "cache" / "reference")
     ran = train({**other, "layout": layout}, world)
     assert ran.error is None and "computed now" in ran.screen
@@ -123,13 +127,13 @@ def test_a_run_under_another_layout_follows(tmp_path: Path, layout: dict[str, in
 def test_another_model_as_the_reference(tmp_path: Path) -> None:
     """Its log-probabilities are compared with, and the run starts from its own weights all the same."""
     base = tree_of(tmp_path, run__name="base", train__max_steps=1, checkpoint__export_hf=True, train__seed=11)
-    assert train(base).error is None
+    assert train_alone(base).error is None
     folder = str(run_dir(base) / "hf")
     plain, other = (
         tree_of(tmp_path, {"name": "dpo", **which}, run__name=name, train__max_steps=2)
         for name, which in (("plain", {}), ("other", {"reference": folder}))
     )
-    assert train(plain).error is None and train(other).error is None
+    assert train_alone(plain).error is None and train_alone(other).error is None
     assert column(other, "logps/chosen")[0] == column(plain, "logps/chosen")[0]
     assert abs(column(other, "rewards/margins")[0]) > 1e-3 > abs(column(plain, "rewards/margins")[0])
 
@@ -173,7 +177,7 @@ def test_what_log_probabilities_follow_from_is_in_their_key(tmp_path: Path) -> N
 def test_held_out_pairs_have_their_own_reference(tmp_path: Path) -> None:
     """A model that has not changed is its own reference."""
     tree = tree_of(tmp_path, train__max_steps=1, data__validation=0.3, eval__every=1, optimizer__learning_rate=0.0)
-    assert train(tree).error is None
+    assert train_alone(tree).error is None
     (found,) = [row for row in bodies.metrics(tree) if "eval/loss" in row]
     assert found["eval/loss"] == pytest.approx(math.log(2), rel=1e-6)
 
@@ -182,7 +186,7 @@ def test_held_out_pairs_have_their_own_reference(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["orpo", "simpo"])
 def test_without_a_reference_none_is_computed(tmp_path: Path, name: str) -> None:
     tree = tree_of(tmp_path, {"name": name}, train__max_steps=3)
-    ran = train(tree)
+    ran = train_alone(tree)
     assert ran.error is None and "compared" not in ran.screen and not (tmp_path / "cache" / "reference").exists()
     assert column(tree, "train/loss")[-1] < column(tree, "train/loss")[0]
 
@@ -192,12 +196,12 @@ def test_rated_answers(tmp_path: Path) -> None:
     """A run of them, and the same under another layout."""
     objective = {"name": "kto", "beta": 0.5}
     one, other = (tree_of(tmp_path, objective, run__name=name, train__max_steps=5) for name in ("one", "other"))
-    ran = train(one)
+    ran = train_alone(one)
     assert ran.error is None and "rated answers" in ran.screen and "with the first weights" in ran.screen
     losses = column(one, "train/loss")
     assert losses[0] == pytest.approx(0.5, rel=1e-6) and losses[-1] < 0.4  # its own reference, at first
     assert set(RATED_METRICS) <= set(bodies.metrics(one)[-1])
-    assert train({**other, "layout": {"dp_shard": 2, "tp": 2}}, 4).error is None
+    assert train({**other, "layout": {"tp": 2}}).error is None
     for name in ("train/loss", "train/grad_norm", *RATED_METRICS):
         assert column(other, name) == pytest.approx(column(one, name), rel=1e-3, abs=2e-4), name
 
@@ -225,6 +229,6 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path, section: dict[str
 @pytest.mark.full
 def test_the_objective_of_a_run_may_not_change(tmp_path: Path) -> None:
     tree = tree_of(tmp_path, train__max_steps=2)
-    assert train(tree).error is None
-    ran = train({**tree, "objective": {"name": "dpo", "beta": 0.4}, "train": {**tree["train"], "max_steps": 3}})
+    assert train_alone(tree).error is None
+    ran = train_alone({**tree, "objective": {"name": "dpo", "beta": 0.4}, "train": {**tree["train"], "max_steps": 3}})
     assert isinstance(ran.error, UserError) and "objective.beta" in ran.error.what

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fivefold.core.errors import UserError
+from tests.tiers import put_off
 from tests.training.bodies import Stopped, column, metrics, run_dir, run_file, same, state, train, write_corpus
 
 pytestmark = pytest.mark.full
@@ -117,7 +118,10 @@ def test_a_mixture_goes_on_bitwise_and_its_weights_may_not_change(tmp_path: Path
     assert same(state(stopped, 7), state(alone, 7))
 
 
-@pytest.mark.parametrize(("layout", "world"), [({"tp": 2}, 2), ({"dp_shard": 2, "tp": 2}, 4), ({"dp_replicate": 1}, 1)])
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [({"tp": 2}, 2), put_off({"dp_shard": 2, "tp": 2}, 4), put_off({"dp_replicate": 1}, 1)],
+)
 def test_resumed_under_another_layout_follows(two: Two, layout: dict[str, int], world: int) -> None:
     tree = two.copy(f"tp{layout.get('tp', 1)}-{world}")
     tree["layout"] = layout
@@ -152,10 +156,10 @@ def test_a_finished_run_goes_on_when_it_is_made_longer(two: Two) -> None:
     ("section", "key", "value"),
     [
         ("optimizer", "learning_rate", 2e-2),
-        ("optimizer", "weight_decay", 0.0),
-        ("scheduler", "warmup_steps", 3),
+        put_off("optimizer", "weight_decay", 0.0),
+        put_off("scheduler", "warmup_steps", 3),
         ("train", "seed", 8),
-        ("train", "global_batch_size", 4),
+        put_off("train", "global_batch_size", 4),
         ("data", "seq_length", 59),
         ("model", "overrides", {"rms_norm_eps": 1e-3}),
     ],

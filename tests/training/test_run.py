@@ -207,7 +207,7 @@ def test_fewer_rows_than_a_batch(tmp_path: Path) -> None:
     assert column(tree, "train/tokens_seen") == [sum(tokens_of(tree, s) for s in range(n)) for n in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("max_tokens", [1, 900, 1500])
+@pytest.mark.parametrize("max_tokens", [put_off(1), 900, put_off(1500)])
 def test_max_tokens(tmp_path: Path, max_tokens: int) -> None:
     """As many steps as reach it at the mean fill of the rows, and no more."""
     tree = run_file(tmp_path, train__max_steps=None, train__max_tokens=max_tokens)
@@ -239,7 +239,7 @@ def loss_of_transformers(model: Any, batches: list[MicroBatch]) -> float:
     return total / targets
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}])
+@pytest.mark.parametrize("layout", [put_off({}), {"tp": 2}])
 def test_pretrained_weights_have_the_losses_of_transformers(tmp_path: Path, layout: dict[str, int]) -> None:
     """Of the first batch and, with a rate of zero, of the first rows held out: short documents, several in a row."""
     folder = hf_folder(Case("single", overrides=(("vocab_size", 263), ("pad_token_id", None))), tmp_path / "model")
@@ -374,7 +374,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(tmp_path: Path, backgro
 
 
 def test_a_full_disk_stops_the_run_when_asked_to(tmp_path: Path) -> None:
-    tree = run_file(tmp_path, checkpoint__every=2, checkpoint__on_failure="stop", train__max_steps=30)
+    tree = run_file(tmp_path, checkpoint__every=2, checkpoint__on_failure="stop", train__max_steps=12)
     results = run_ranks(2, train_on_full_disk, tree, {4})
     assert {type(ran.error) for ran in results} == {RunFailed} and "step-000004" in results[0].error.what
     last = column(tree, "step")[-1]

@@ -16,6 +16,7 @@ from fivefold.core.errors import UserError
 from fivefold.training.display import Sample
 from fivefold.training.trackers import _ADVICE, TRACKERS, TrackerSink
 from tests.pool import run_ranks
+from tests.tiers import put_off
 from tests.training.bodies import Ran, Stopped, column, metrics, on_rank, run_dir, run_file
 from tests.training.trackers import NAMES, Told, stand_ins
 
@@ -27,18 +28,21 @@ def train_tracked(tree: dict[str, Any], faults: dict[str, Any], options: dict[st
         return on_rank(tree, **options), told
 
 
-def train(tree: dict[str, Any], faults: dict[str, Any] | None = None, **options: Any) -> tuple[Ran, dict[str, Told]]:
-    """Train on two ranks, of which the first alone may speak to trackers."""
-    first, second = run_ranks(2, train_tracked, tree, faults or {}, options)
-    assert not any(told.started or told.rows for told in second[1].values())
-    assert str(first[0].error) == str(second[0].error)
+def train(
+    tree: dict[str, Any], faults: dict[str, Any] | None = None, *, world: int = 1, **options: Any
+) -> tuple[Ran, dict[str, Told]]:
+    """Train on `world` ranks, of which the first alone may speak to trackers."""
+    first, *others = run_ranks(world, train_tracked, tree, faults or {}, options)
+    for other in others:
+        assert not any(told.started or told.rows for told in other[1].values())
+        assert str(first[0].error) == str(other[0].error)
     return first
 
 
 @pytest.mark.full
 def test_each_is_told_the_run_its_config_and_every_row(tmp_path: Path) -> None:
     tree = run_file(tmp_path, log__to=ALL, data__validation=str(tmp_path / "corpus.txt"), eval__every=3)
-    ran, told = train(tree)
+    ran, told = train(tree, world=2)
     assert ran.error is None
     for name in NAMES:
         expected = [
@@ -123,7 +127,7 @@ def test_a_run_that_starts_again_is_another_one(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_one_that_fails_is_said_once_and_the_run_goes_on(tmp_path: Path) -> None:
     tree = run_file(tmp_path, log__to=ALL)
-    ran, told = train(tree, {"fail_at": 3})
+    ran, told = train(tree, {"fail_at": 3}, world=2)
     assert ran.error is None and column(tree, "step") == [1, 2, 3, 4, 5, 6]
     assert sorted(re.findall(r"note: (.*)", ran.screen)) == sorted(
         f"{name} failed: no route to host; the run goes on without it" for name in NAMES
@@ -132,10 +136,10 @@ def test_one_that_fails_is_said_once_and_the_run_goes_on(tmp_path: Path) -> None
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], *map(put_off, NAMES[1:])])
 def test_one_that_does_not_start_is_an_error_of_a_new_run_only(tmp_path: Path, name: str) -> None:
     tree = run_file(tmp_path, log__to=[name], checkpoint__every=3)
-    ran, _ = train(tree, {"fail_to_start": True})
+    ran, _ = train(tree, {"fail_to_start": True}, world=2)
     assert (
         type(ran.error) is UserError
         and ran.error.what == f"log.to names {name}, which does not start: no route to host"

@@ -14,6 +14,7 @@ from fivefold.training.objectives import Objective
 from fivefold.training.preference import ObjectiveSpec, mean_over_pairs
 from tests.parity import Case, build, gradient, pieces, reference_model
 from tests.pool import run_ranks
+from tests.tiers import put_off
 from tests.training.test_objectives import DESIRABLE, all_pairs, before, micro_batches, near
 
 pytestmark = pytest.mark.full
@@ -32,7 +33,7 @@ def on_rank(objective: Objective) -> tuple[float, dict[str, float], list[Any]]:
     return loss, metrics, pieces(model, {name: gradient(p) for name, p in model.named_parameters()})
 
 
-@pytest.mark.parametrize(("name", "theirs"), [("dpo", "sigmoid"), ("ipo", "ipo")])
+@pytest.mark.parametrize(("name", "theirs"), [("dpo", "sigmoid"), put_off("ipo", "ipo")])
 def test_the_loss_of_trl(tmp_path: Path, name: str, theirs: str) -> None:
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 

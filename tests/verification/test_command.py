@@ -20,6 +20,7 @@ from fivefold.verification import VerifyRequest, ranks, resolve
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.reduced_model import ModelFolder
 from tests.commands import fivefold
+from tests.tiers import put_off
 
 
 @pytest.mark.full
@@ -57,7 +58,7 @@ def test_a_layout_that_is_wrong_fails(tmp_path: Path) -> None:
     assert (first["what"], first["where"]) == ("gradient, reduced", "model.norm.weight")
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_a_layout_that_is_wrong_keeps_a_run_from_starting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", "--verify", "layout=tp2", "train.max_steps=1"]
     fivefold(arguments, tmp_path, code=1, fault="partial_gradients_not_summed")
@@ -67,14 +68,15 @@ def test_a_layout_that_is_wrong_keeps_a_run_from_starting(tmp_path: Path, capsys
 
 
 @pytest.mark.full
-def test_inside_a_world_only_its_own_size_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layouts", ["shard4", put_off("tp2,shard4")])
+def test_inside_a_world_only_its_own_size_runs(layouts: str, tmp_path: Path) -> None:
     launched = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fivefold"]
-    arguments = ["verify", "--quick", "--layouts", "tp2,shard4", "--json", "v.json"]
+    arguments = ["verify", "--quick", "--layouts", layouts, "--json", "v.json"]
     ended = subprocess.run([*launched, *arguments], cwd=tmp_path, capture_output=True, timeout=300)
     assert ended.returncode == 1
-    first, second = json.loads((tmp_path / "v.json").read_text())["layouts"]
-    assert first["ok"] and first["rows"] and first["not_run"] is None
-    assert (second["ok"], second["rows"], second["not_run"]) == (
+    *first, second = json.loads((tmp_path / "v.json").read_text())["layouts"]
+    assert all(each["ok"] and each["rows"] and each["not_run"] is None for each in first)
+    assert len(first) == layouts.count(",") and (second["ok"], second["rows"], second["not_run"]) == (
         False, [], "it is for 4 ranks, and this world has 2",
     )  # fmt: skip
     assert list((tmp_path / "runs").iterdir()) == []

@@ -14,9 +14,9 @@ from tests.verification.mutation import prove, prove_fault
 
 STEPS = 2
 SETTINGS = sorted({(fault.kind, fault.model, fault.layout) for fault in FAULTS.values()}, key=str)
-# The few that together have every mechanism (a file of the catalogue) and every measure that finds one first. All
-# others in a campaign. Their control is the core (test_core.py), which has every kind of proof, and a capacity.
-TIERED = covering(FAULTS.values(), lambda fault: (fault.plant.__module__, fault.expects[0][0]), 1.0)
+# The few that together have most of the mechanisms (files of the catalogue) and of the measures that find one first.
+# All others in a campaign. Their control is the core (test_core.py), which has every kind of proof, and a capacity.
+TIERED = covering(FAULTS.values(), lambda fault: (fault.plant.__module__, fault.expects[0][0]), 0.8)
 LEAST, LEAST_NAMED = 40, 0.9
 
 
