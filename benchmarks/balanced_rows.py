@@ -35,9 +35,8 @@ from transformers import AutoConfig
 
 from common import OPTIONS, RESULTS, SEED, run_ranks
 from fivefold.data.batch import Piece, assemble
-from fivefold.data.documents import ordered, pairs_by_rank
-from fivefold.data.pack import pack
-from fivefold.data.shares import row_cost, shares, waiting
+from fivefold.data.order import row_cost, shares, waiting
+from fivefold.data.pack import ordered, pack, pairs_by_rank
 from fivefold.launch.world import alone, find_world, join
 from fivefold.models.build import build_meta
 from fivefold.models.config_facts import facts_of_config

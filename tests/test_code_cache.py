@@ -2,11 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -42,105 +42,17 @@ def test_a_cache_of_ones_own_keeps_it(cache):
     assert (cache / "kernels").stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("at", ["cache/kernels", "cache"])
-@pytest.mark.parametrize("mode", [0o777, 0o775])
-def test_nothing_is_kept_under_a_folder_that_others_write(cache, own, at, mode, monkeypatch):
-    """They could put another folder in the place of this one."""
-    monkeypatch.setattr(code_cache, "_is_own_group", lambda _: False)
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+def test_nothing_is_kept_in_a_folder_that_others_write(cache, own, mode):
     (cache / "kernels").mkdir()
-    (cache.parent / at).chmod(mode)
-    assert code_folder("kernels") == own
-
-
-def test_nothing_is_made_under_a_folder_that_others_write(cache, own):
-    cache.chmod(0o777)
-    assert code_folder("kernels") == own and not (cache / "kernels").exists()
-
-
-def test_a_folder_that_another_user_has_made_first_is_not_taken(cache, own, monkeypatch):
-    """Between the look at the way to it and the making of it."""
-    asked, real = [], code_cache._changed_by_others
-
-    def changed(folder):
-        asked.append(folder)
-        return "another was first" if asked == [cache / "kernels"] * 2 else real(folder)
-
-    monkeypatch.setattr(code_cache, "_changed_by_others", changed)
-    assert code_folder("kernels") == own
-
-
-@pytest.mark.parametrize(
-    ("group", "name", "members", "is_own"),
-    [
-        (7, "anna", [], True),
-        (7, "anna", ["anna"], True),
-        (7, "anna", ["anna", "otto"], False),
-        (7, "team", [], False),
-        (7, "team", ["anna"], False),
-        (0, "root", ["otto"], True),
-        (7, None, [], False),
-        (0, None, [], True),
-    ],
-)
-def test_a_group_is_ones_own_where_nobody_else_is_in_it(group, name, members, is_own, monkeypatch):
-    def named(number):
-        if name is None:
-            raise KeyError(number)
-        return SimpleNamespace(gr_name=name, gr_mem=members, pw_name="anna")
-
-    monkeypatch.setattr(code_cache.grp, "getgrgid", named)
-    monkeypatch.setattr(code_cache.pwd, "getpwuid", named)
-    assert code_cache._is_own_group(group) is is_own
-
-
-@pytest.mark.parametrize(
-    ("user", "known", "is_unmapped"),
-    [(65534, "0 1000 1", True), (65534, "0 0 4294967295", False), (ANOTHER, "0 1000 1", False), (65534, None, False)],
-)
-def test_nobody_stands_for_the_users_that_a_container_does_not_know(user, known, is_unmapped, monkeypatch):
-    def read(*_, **__):
-        if known is None:
-            raise FileNotFoundError
-        return f"         {known}\n"
-
-    code_cache._is_unmapped.cache_clear()
-    monkeypatch.setattr(Path, "read_text", read)
-    assert code_cache._is_unmapped(user) is is_unmapped
-    code_cache._is_unmapped.cache_clear()
-
-
-def test_a_sticky_folder_above_it_is_none_that_others_can_change(cache, own):
-    cache.chmod(0o1777)
-    assert code_folder("kernels") == cache / "kernels"
-    (cache / "kernels").chmod(0o1777)  # but in the folder itself they could leave a library
-    assert code_folder("kernels") == own
-
-
-def test_a_group_of_ones_own_may_write(cache, monkeypatch):
-    cache.chmod(0o775)
-    monkeypatch.setattr(code_cache, "_is_own_group", lambda group: group == cache.stat().st_gid)
-    assert code_folder("kernels") == cache / "kernels"
-
-
-@as_root
-@pytest.mark.parametrize("at", ["cache/kernels", "cache"])
-def test_nothing_is_kept_in_the_folder_of_another(cache, own, at):
-    (cache / "kernels").mkdir()
-    os.chown(cache.parent / at, ANOTHER, ANOTHER)
+    (cache / "kernels").chmod(mode)
     assert code_folder("kernels") == own
 
 
 @as_root
-def test_a_link_is_followed_by_all_its_steps(cache, own):
-    """A cache is a link to a link, which another user keeps where all may write."""
-    everybody, disk = cache.parent / "everybody", cache.parent / "disk"
-    everybody.mkdir()
-    everybody.chmod(0o1777)
-    (disk / "kernels").mkdir(parents=True)
-    (everybody / "link").symlink_to(disk / "kernels")
-    (cache / "kernels").symlink_to(everybody / "link")
-    assert code_folder("kernels") == cache / "kernels"
-    os.chown(everybody / "link", ANOTHER, ANOTHER, follow_symlinks=False)
+def test_nothing_is_kept_in_the_folder_of_another(cache, own):
+    (cache / "kernels").mkdir()
+    os.chown(cache / "kernels", ANOTHER, ANOTHER)
     assert code_folder("kernels") == own
 
 
@@ -159,18 +71,7 @@ def test_a_library_that_another_user_left_is_not_loaded(cache, own):
     assert loaded().parents[1] == cache / "kernels"
     for at in (cache / "kernels", *(cache / "kernels").rglob("*")):
         os.chown(at, ANOTHER, ANOTHER)
-    cache.chmod(0o1777)
     assert loaded().parents[1] == own
-
-
-@as_root
-def test_in_a_container_folders_above_it_may_be_nobodys(cache, own, monkeypatch):
-    """There the machine's root looks like nobody. The folder itself is this user's all the same."""
-    monkeypatch.setattr(code_cache, "_is_unmapped", lambda user: user == ANOTHER)
-    os.chown(cache, ANOTHER, ANOTHER)
-    assert code_folder("kernels") == cache / "kernels"
-    os.chown(cache / "kernels", ANOTHER, ANOTHER)
-    assert code_folder("kernels") == own
 
 
 def test_where_programs_cannot_run_it_is_kept_elsewhere(cache, own, monkeypatch):
@@ -195,7 +96,7 @@ def test_a_cache_that_cannot_be_written_serves_if_it_has_something(cache, own, m
 
 
 def test_without_any_place_the_user_hears_why_the_cache_is_none(cache, monkeypatch):
-    monkeypatch.setattr(code_cache, "_changed_by_others", lambda folder: f"{folder} is another user's")
+    monkeypatch.setattr(code_cache, "_lacks", lambda folder: f"{folder} is another user's")
     with pytest.raises(UserError, match=rf"alone can change: {cache}/kernels is another user's"):
         code_folder("kernels")
 
@@ -251,3 +152,84 @@ def test_a_run_leaves_nothing_in_the_temporary_folder(tmp_path: Path, is_compile
     subprocess.run(command, env=env, check=True)
     assert not list((tmp_path / "tmp").iterdir())
     assert bool(list(tmp_path.glob("cache/inductor/*/precompiled_headers"))) == is_compiled
+
+
+# ---- bytecode of packages -------------------------------------------------------------------------------------------
+
+SOURCE = Path(code_cache.__file__).parents[2]
+SAYS = "import json, os, sys; print(json.dumps([sys.pycache_prefix, sys.dont_write_bytecode]))"
+KEEP = f"from fivefold.core import code_cache; code_cache.keep_bytecode(); {SAYS}"
+NO_WORD = dict.fromkeys(("PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"), "")  # an empty one counts as none
+
+
+@pytest.fixture
+def packages(tmp_path):
+    """Packages of the names of the large ones, which take no time."""
+    for name in code_cache.PACKAGES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("import fractions\n")
+    return tmp_path
+
+
+def run(packages, *command, **env):
+    surroundings = os.environ | NO_WORD | {"FIVEFOLD_CACHE": str(packages / "cache")} | env
+    surroundings["PYTHONPATH"] = os.pathsep.join((str(packages), str(SOURCE)))
+    return subprocess.run([sys.executable, *command], env=surroundings, capture_output=True, text=True, check=True)
+
+
+@pytest.mark.full
+def test_packages_without_bytecode_get_it_in_the_cache_once(packages):
+    """In the processes that a command starts as well, and in all later commands: the second one compiles nothing."""
+    child = (
+        f"{KEEP}; import subprocess, torch; subprocess.run([sys.executable, '-v', '-c', 'import torch, transformers'])"
+    )
+    first = run(packages, "-c", child, PYTHONDONTWRITEBYTECODE="1")
+    kept = packages / "cache" / "bytecode"
+    assert f'["{kept}", false]' in first.stdout and kept.stat().st_mode & 0o777 == 0o700
+    assert read_from(first, packages / "torch") == [kept], "the parent has kept it"
+    assert read_from(first, packages / "transformers") == [packages]
+    again = run(packages, "-c", child, PYTHONDONTWRITEBYTECODE="1")
+    assert read_from(again, packages / "torch") == read_from(again, packages / "transformers") == [kept]
+    assert not list(packages.glob("torch/**/*.pyc")), "not beside the package, where the user wants none"
+
+
+def read_from(done, package):
+    """Where the code of a package comes from, as `python -v` says: its source, or bytecode that is kept."""
+    found = re.findall(r"# code object from '?([^'\n]*)", done.stderr)
+    of_package = [Path(file) for file in found if str(package / "__init__") in file]
+    kept = package.parent / "cache" / "bytecode"
+    return [kept if kept in file.parents else package.parent for file in of_package]
+
+
+@pytest.mark.full
+def test_a_python_that_keeps_bytecode_itself_is_left_alone(packages):
+    assert run(packages, "-c", KEEP).stdout == "[null, false]\n"
+    assert not (packages / "cache").exists()
+
+
+@pytest.mark.full
+def test_the_users_own_prefix_stays(packages):
+    own = {"PYTHONPYCACHEPREFIX": str(packages / "own"), "PYTHONDONTWRITEBYTECODE": "1"}
+    assert run(packages, "-c", KEEP, **own).stdout == f'["{packages / "own"}", true]\n'
+
+
+@pytest.mark.full
+def test_without_a_cache_it_is_kept_among_temporary_files(packages):
+    (packages / "cache").write_text("a file")
+    said = run(packages, "-c", KEEP, PYTHONDONTWRITEBYTECODE="1", TMPDIR=str(packages)).stdout
+    assert said == f'["{packages}/fivefold-{os.getuid()}/bytecode", false]\n'
+
+
+@pytest.mark.full
+def test_without_a_place_a_command_runs_as_it_would(packages):
+    nowhere = "from fivefold.core import code_cache; code_cache._lacks = str"
+    done = run(packages, "-c", f"{nowhere}; {KEEP}", PYTHONDONTWRITEBYTECODE="1")
+    assert done.stdout == "[null, true]\n"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("module", ["fivefold", "fivefold.cli"])
+def test_every_way_into_a_command_keeps_it(packages, module):
+    run(packages, "-m", module, "--help", PYTHONDONTWRITEBYTECODE="1")
+    assert list((packages / "cache" / "bytecode").rglob("typer/*.pyc")) or module == "fivefold.cli"
+    assert (packages / "cache" / "bytecode").exists()

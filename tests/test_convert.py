@@ -15,8 +15,7 @@ from transformers import TrainingArguments, get_scheduler
 
 from fivefold.config import RunConfig, check_best, load_config
 from fivefold.convert import convert
-from fivefold.convert.given import Converted
-from fivefold.convert.schema import NO_COUNTERPART, REFUSED, RULES, schema
+from fivefold.convert.given import NO_COUNTERPART, REFUSED, RULES, Converted, schema
 from fivefold.core.errors import UserError
 from fivefold.training.schedule import learning_rate
 from tests.commands import fivefold

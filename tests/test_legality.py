@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fivefold.core.errors import Violation
 from fivefold.core.model_limits import ModelLimits
 from fivefold.core.schedule import SCHEDULES, SchedulePlan, Slot, balanced
-from fivefold.core.violation import Violation
 from fivefold.parallel.context.keys import METHODS
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.legality import violations

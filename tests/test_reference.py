@@ -8,8 +8,7 @@ from tools import reference
 import fivefold
 from fivefold.config import keys
 from fivefold.core import history
-from fivefold.core.metric_names import METRICS
-from fivefold.core.run_folder import RUN_FILES
+from fivefold.core.run_folder import METRICS, RUN_FILES
 from fivefold.parallel.layout import KEYS
 from fivefold.training import record
 from fivefold.training.objectives import METRICS as OF_PAIRS

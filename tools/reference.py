@@ -5,7 +5,7 @@
 
 Each page is a function in `PAGES`. A description that is missing on a page is missing in the code: a key of the run
 file (`config/schema.py`), a field of the layout (`parallel/*/keys.py`), an option of a command (`cli/`), a docstring, a
-metric (`core/metric_names.py`), a file of a run (`core/run_folder.py`). Nothing here imports torch.
+metric and a file of a run (`core/run_folder.py`). Nothing here imports torch.
 """
 
 import argparse
@@ -32,9 +32,8 @@ from fivefold.config.peers import DIFFERENT, SAME
 from fivefold.config.schema import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.keys import LayoutKey
-from fivefold.core.metric_names import METRICS
 from fivefold.core.model_limits import UNKNOWN, ModelLimits
-from fivefold.core.run_folder import RUN_FILES
+from fivefold.core.run_folder import METRICS, RUN_FILES
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel import layout as layout_module
 from fivefold.parallel import lower as lower_module

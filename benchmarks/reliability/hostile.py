@@ -3,7 +3,7 @@
     python benchmarks/reliability/hostile.py            writes benchmarks/results/hostile.json
     python benchmarks/reliability/hostile.py --quick    every tenth, written nowhere
 
-The folders and files are those of the tests (weights, configs, tokenizers, run files), and files of data and templates
+The folders and files are those of the tests (weights, configs, tokenizers), and files of data and templates
 besides. Each is given to the command that a user would type. It must end with exit code 2 and the sentence of an error,
 or well, and with no traceback. Time and memory are of the largest process, beside those of the same command with a
 sound folder. Exits with 1 when a command ends otherwise, or takes more than it may.
@@ -30,7 +30,6 @@ from safetensors.torch import save_file
 from tests.models import tiny
 from tests.models.test_hostile_config import CONFIGS, TOKENIZERS, WORDS
 from tests.models.test_hostile_folder import HARM
-from tests.test_hostile_run_file import FILES
 
 from common import RESULTS, machine
 from reliability.kills import below
@@ -132,7 +131,6 @@ def sound_commands(folder: Path) -> Iterator[tuple[str, list[str]]]:
         yield "weights", ["evaluate", str(model(folder / "sound")), "--text", str(notes(folder))]
         yield "config", ["doctor", str(folder / "sound")]
         yield "tokenizer", data_of(folder, "sound", folder / "sound", chats(folder))
-        yield "run file", data_of(folder, "sound", folder / "sound", chats(folder))
         yield "data", data_of(folder, "sound", folder / "sound", chats(folder))
         yield "template", data_of(folder, "sound", folder / "sound", chats(folder))
 
@@ -153,10 +151,6 @@ def all_cases(folder: Path) -> Iterator[tuple[str, str, list[str]]]:
         (place / "tokenizer.json").unlink()
         TOKENIZERS[name](place / "tokenizer.json")
         yield "tokenizer", name, data_of(folder, f"tokenizer-{number}", place, chats(folder))
-    for number, name in enumerate(FILES):
-        file = folder / f"run-{number}.yaml"
-        file.write_text(FILES[name][0], encoding="utf-8")
-        yield "run file", name, ["data", str(file)]
     for number, name in enumerate(DATA):
         place = folder / f"data-{number}"
         place.mkdir()

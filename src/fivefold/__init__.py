@@ -61,7 +61,7 @@ __all__ = [
 
 def __getattr__(name: str) -> _typing.Any:
     if name == "__version__":
-        return _importlib.import_module("fivefold.core.version").version_of("fivefold")
+        return _importlib.import_module("fivefold.core.system").version_of("fivefold")
     if name not in _HOMES:
         raise AttributeError(f"module 'fivefold' has no attribute {name!r}")
     return getattr(_importlib.import_module(_HOMES[name]), name)

@@ -6,10 +6,10 @@ from fivefold.core import interrupts
 def main() -> None:
     """Run the command line and exit with its code. Ctrl-C ends it at once during the imports (a third of a second)."""
     interrupts.end_at_once(word="stopped\n")
-    from fivefold.core import bytecode, code_cache, safe_path
+    from fivefold.core import code_cache
 
-    safe_path.leave_out_current_folder()
-    bytecode.keep()
+    code_cache.leave_out_current_folder()
+    code_cache.keep_bytecode()
     code_cache.keep_compiled()
     from fivefold.cli import main as run
 

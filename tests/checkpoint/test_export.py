@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fivefold import cli
 from fivefold.checkpoint import export, find_checkpoint
-from fivefold.checkpoint.model_folder import beside, publish, save_tensors
-from fivefold.checkpoint.whole_tensors import cast, export_dtype
+from fivefold.checkpoint.model_folder import beside, cast, export_dtype, publish, save_tensors
 from fivefold.core.errors import UserError
 from fivefold.data.tokenizer import find_tokenizer
 from fivefold.models.build import build_meta, load_model_config

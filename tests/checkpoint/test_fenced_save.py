@@ -17,7 +17,7 @@ from fivefold.checkpoint import Checkpoint, newest
 from fivefold.checkpoint.load import is_valid
 from fivefold.core import files
 from fivefold.core.errors import UserError
-from fivefold.core.step_folders import step_folder, steps
+from fivefold.core.run_folder import step_folder, steps
 from fivefold.launch.rounds import room, take
 from tests.checkpoint.test_killed_save import CALLS, NAMES, content
 from tests.tiers import put_off

@@ -18,7 +18,7 @@ from fivefold.checkpoint.records import Part, TensorRecord, joined
 from fivefold.checkpoint.save import Metadata, _retain, _start
 from fivefold.core import files
 from fivefold.core.errors import UserError
-from fivefold.core.step_folders import step_folder
+from fivefold.core.run_folder import step_folder
 from tests.checkpoint.ranks import restore_error, save_on_bad_disk, save_steps, save_twice
 from tests.parity import Case
 from tests.pool import run_ranks

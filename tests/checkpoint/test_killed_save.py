@@ -18,7 +18,7 @@ import torch
 from fivefold.checkpoint import Checkpoint, newest
 from fivefold.checkpoint.load import is_valid
 from fivefold.core import files
-from fivefold.core.step_folders import step_folder
+from fivefold.core.run_folder import step_folder
 from tests.tiers import put_off
 
 saving = sys.modules["fivefold.checkpoint.save"]

@@ -17,7 +17,7 @@ from fivefold.checkpoint.load import is_valid
 from fivefold.checkpoint.manifest import NAME, read_manifest
 from fivefold.config import RunConfig
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.core.step_folders import step_folder
+from fivefold.core.run_folder import step_folder
 from tests.checkpoint.test_killed_save import content, save_step
 
 URL = "memory://bucket/runs/demo"

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.data.documents import ordered, pairs_by_rank
-from fivefold.data.pack import pack
+from fivefold.data.pack import ordered, pack, pairs_by_rank
 from fivefold.parallel.ranks import tokens_by_rank
 from tests.data.helpers import pieces, prepare_texts, random_texts
 from tests.data.test_stream import corpus, small, streamed

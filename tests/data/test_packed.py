@@ -11,7 +11,7 @@ import pytest
 from pytest import Subtests
 
 from fivefold.data import IGNORE, PreparedData, prepare
-from fivefold.data.packed import BOUNDS, documents_in
+from fivefold.data.token_ids import BOUNDS, documents_in
 from tests.data.helpers import config_for, segments, whole
 from tests.data.test_formats import refusal
 from tests.data.test_token_files import documents, line_of, read

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fivefold.data import PreparedData
-from fivefold.data.shares import row_cost, shares, waiting
+from fivefold.data.order import row_cost, shares, waiting
 from tests.data.helpers import SEQ, prepare_texts, random_texts, segments
 from tests.data.test_ledger import LAYOUTS
 from tests.data.test_preferences import LISTS

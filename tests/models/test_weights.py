@@ -17,7 +17,7 @@ from fivefold.models import merged, random_stream
 from fivefold.models.build import build_meta
 from fivefold.models.random_stream import Normal, RandomStream, TruncatedNormal, Uniform, philox
 from fivefold.models.recipe import Constant, check_drawable, read_recipe
-from fivefold.models.sources import RandomInit, SafetensorsFolder, folder_digests, weights_digest
+from fivefold.models.sources import RandomInit, SafetensorsFolder, digest_of_samples, folder_digests
 from tests.models import tiny
 
 DISTRIBUTIONS = [Normal(0.5, 2.0), Uniform(-1.0, 3.0), TruncatedNormal(0.0, 1.0, -1.5, 2.0)]
@@ -383,7 +383,7 @@ def test_weights_are_named_by_what_is_in_them(tmp_path: Path) -> None:
         tensor = torch.zeros(8, 64)
         tensor[4, 0] = value
         save_file({"w": tensor}, tmp_path / "model.safetensors")
-        found.append(weights_digest(tmp_path))
+        found.append(digest_of_samples(tmp_path))
     assert found[0] == found[1] != found[2]
 
 
@@ -444,9 +444,9 @@ def test_samples_of_a_range_are_of_all_its_parts_and_of_nothing_else(tmp_path: P
 
 def test_the_digest_that_checkpoints_hold_stays_as_it_is(tmp_path: Path) -> None:
     save_file({"w": torch.arange(512.0).view(8, 64)}, tmp_path / "model.safetensors")
-    assert weights_digest(tmp_path) == "4a59b176b6be284c4d94669b363daa26"
+    assert digest_of_samples(tmp_path) == "4a59b176b6be284c4d94669b363daa26"
     save_file({"w": torch.arange(512.0).view(8, 64) + 1}, tmp_path / "model.safetensors")
-    assert weights_digest(tmp_path) != "4a59b176b6be284c4d94669b363daa26"
+    assert digest_of_samples(tmp_path) != "4a59b176b6be284c4d94669b363daa26"
 
 
 def test_the_program_is_its_packages_and_all_of_its_code() -> None:

@@ -16,9 +16,9 @@ import torch
 
 from fivefold.core import c_library
 from fivefold.core.c_library import compiler
-from fivefold.core.cpuinfo import cpuinfo
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.interrupts import Stopped
+from fivefold.core.system import cpuinfo
 from fivefold.models import kernels
 from fivefold.models.attention import attention_forward
 from fivefold.models.packed import packed_attention

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fivefold.checkpoint.adapter_export import CheckpointAdapter
+from fivefold.checkpoint.export import CheckpointAdapter
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.models.build import build_meta

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from fivefold.checkpoint.live import gathered
 from fivefold.config import BalanceSection, RunConfig
-from fivefold.core.heads import CPMethod
+from fivefold.core.model_limits import CPMethod
 from fivefold.data.batch import IGNORE
 from fivefold.parallel.balance.runtime import BIAS, BalanceOptions, configure
 from fivefold.parallel.context.runtime import ContextParallel

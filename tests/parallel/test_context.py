@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.core.errors import UserError
-from fivefold.core.heads import CPMethod, context_method
-from fivefold.core.model_limits import ModelLimits
-from fivefold.core.violation import refuse
+from fivefold.core.errors import UserError, refuse
+from fivefold.core.model_limits import CPMethod, ModelLimits, context_method
 from fivefold.models import offdiagonal
 from fivefold.models.config_facts import facts_of_config
 from fivefold.models.kernels import AttentionParams

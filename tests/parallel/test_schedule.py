@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch.distributed.pipelining.schedules as torchs
 
-from fivefold.core.errors import UserError
+from fivefold.core.errors import UserError, refuse
 from fivefold.core.model_limits import ModelLimits
 from fivefold.core.schedule import SCHEDULES as RECORDS
 from fivefold.core.schedule import SchedulePlan, Slot, Transfer, balanced
-from fivefold.core.violation import refuse
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.legality import violations
 

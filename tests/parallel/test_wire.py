@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fivefold.core.errors import UserError
-from fivefold.core.state_dtypes import block_length
+from fivefold.core.optimizers import block_length
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.calls import calls
 from fivefold.parallel.layout import Layout

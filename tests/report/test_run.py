@@ -12,7 +12,7 @@ import pytest
 from fivefold.config import RunConfig, load_config
 from fivefold.core import history
 from fivefold.core.errors import UserError
-from fivefold.core.terminal import shown
+from fivefold.core.text import shown
 from fivefold.report.curves import POINTS, panels
 from fivefold.report.figures import heat
 from fivefold.report.run import main

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.data.shares import shares
+from fivefold.data.order import shares
 from fivefold.parallel.layout import Layout
 from fivefold.training.checks.ledger import _misread
 from tests.data.helpers import write_jsonl

@@ -19,7 +19,7 @@ from fivefold.checkpoint import step_folder
 from fivefold.config import RunConfig
 from fivefold.core import history
 from fivefold.core.kept_steps import KeptStep, MemoryOfNode, kept_in, newest_kept
-from fivefold.core.step_folders import steps
+from fivefold.core.run_folder import steps
 from fivefold.launch.world import World
 from fivefold.parallel.dtensor import local
 from fivefold.training import checkpoints, evaluation, metrics

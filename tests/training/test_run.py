@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 from fivefold.checkpoint import shard, steps
 from fivefold.config import RunConfig
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.core.metric_names import METRICS
-from fivefold.core.run_folder import RUN_FILES
+from fivefold.core.run_folder import METRICS, RUN_FILES
 from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.data.prepare import prepare
 from fivefold.report.run import main as report

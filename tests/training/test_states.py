@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fivefold.core.errors import UserError
-from fivefold.core.optimizers import OPTIMIZERS
-from fivefold.core.state_dtypes import block_length, kept_in, state_bytes
+from fivefold.core.optimizers import OPTIMIZERS, block_length, kept_in, state_bytes
 from fivefold.models.discover import facts_of
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.layout import Layout

@@ -10,8 +10,8 @@ from fivefold.calibration.fit import errors, fitted
 from fivefold.calibration.found import Found, Sizes
 from fivefold.core import interrupts
 from fivefold.core.errors import UserError
+from fivefold.core.system import versions
 from fivefold.core.units import many
-from fivefold.core.version import versions
 from fivefold.hardware.chip import chip_of_device
 from fivefold.hardware.cluster import Cluster, nodes_of
 from fivefold.launch.once import run_once

@@ -2,12 +2,11 @@
 
 from fivefold.checkpoint.agreement import WARMUP, agreement, check_agreement
 from fivefold.checkpoint.export import Exported, export
-from fivefold.checkpoint.find import CheckpointRef, best_step, candidates, find_checkpoint, is_remote, newest
+from fivefold.checkpoint.find import CheckpointRef, Remote, best_step, candidates, find_checkpoint, is_remote, newest
 from fivefold.checkpoint.load import Checkpoint, restore
 from fivefold.checkpoint.manifest import CorruptCheckpoint, Manifest
-from fivefold.checkpoint.remote import Remote
 from fivefold.checkpoint.save import Metadata, Saver, on_first_rank, save
-from fivefold.core.step_folders import step_folder, steps
+from fivefold.core.run_folder import step_folder, steps
 
 __all__ = [
     "WARMUP",

@@ -26,7 +26,7 @@ from fivefold.checkpoint.manifest import NAME, CorruptCheckpoint, read_descripti
 from fivefold.checkpoint.records import Part
 from fivefold.checkpoint.save import Metadata, Snapshot, collect, manifest_of, scalars_of, types_of_all, write_part
 from fivefold.core.kept_steps import KeptStep, part_file
-from fivefold.core.step_folders import step_folder
+from fivefold.core.run_folder import step_folder
 from fivefold.core.units import human_bytes
 from fivefold.parallel import plain
 from fivefold.parallel.placement import Placement

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.checkpoint import model_folder
-from fivefold.checkpoint.adapter_export import write_peft
-from fivefold.checkpoint.export import known_of, lacking, write_folder
+from fivefold.checkpoint.export import known_of, lacking, write_folder, write_peft
+from fivefold.checkpoint.model_folder import export_dtype
 from fivefold.checkpoint.save import OwnedSlice, collect, on_first_rank
-from fivefold.checkpoint.whole_tensors import export_dtype
 from fivefold.core.hub import is_hub_id
-from fivefold.core.terminal import say
+from fivefold.core.text import say
 from fivefold.models.build import build_meta
 from fivefold.parallel.adapters.peft_folder import base_name
 from fivefold.parallel.adapters.settings import Lora

@@ -29,8 +29,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from xxhash import xxh3_128_hexdigest
 
-from fivefold.checkpoint import version1
-from fivefold.checkpoint.cut import OPTIMIZER, WEIGHT, Cut, family_of, file_of, key_of
+from fivefold.checkpoint.cut import OPTIMIZER, WEIGHT, Box, Cut, family_of, file_of, key_of
 from fivefold.checkpoint.records import Columns, FileRecord, Records, Size, Written, check_record, records_of, tree_of
 from fivefold.core import strict_json
 from fivefold.core.errors import UserError
@@ -137,7 +136,7 @@ class Manifest:
             if tree["format"] != FORMAT:
                 raise ValueError(f"format {tree['format']!r}")
             _check_version(tree["version"], where)
-            manifest = _manifest(version1.upgraded(tree) if tree["version"] == 1 else tree)
+            manifest = _manifest(_upgraded(tree) if tree["version"] == 1 else tree)
             manifest.check()
         except ValidationError as error:
             wrong = error.errors()[0]
@@ -243,3 +242,32 @@ def _check_version(version: Any, where: str) -> None:
             f"{where} has format version {version}, and this fivefold reads versions up to {VERSION}",
             fix="use the fivefold that wrote it (see versions in the manifest)",
         )
+
+
+# ---- version 1, which lists every slice of every tensor with its file, key and checksum ------------------------------
+
+_OLD_FILE = re.compile(r"[a-z]+-(\d{5,})\.safetensors")
+
+
+def _upgraded(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON values of a manifest of version 1 as those of today: tensors without a cut, whose slices are listed rank
+    by rank. Raises `ValueError` for a slice whose file or key does not follow from what it is."""
+    sums: dict[str, dict[str, str]] = {}
+    tensors = {
+        kind: {name: _old_record(kind, name, one, sums) for name, one in records.items()}
+        for kind, records in tree["tensors"].items()
+    }
+    return {**tree, "tensors": tensors, "sums": sums, "ranks": {}, "cuts": []}
+
+
+def _old_record(kind: str, name: str, record: Mapping[str, Any], sums: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """One tensor. `sums` is filled with the checksums of its slices."""
+    instead: dict[int, list[Box]] = {}
+    for one in record["slices"]:
+        file, own = one["file"], tuple((at, at + size) for at, size in zip(one["offset"], one["shape"], strict=True))
+        rank = int(named[1]) if (named := _OLD_FILE.fullmatch(file)) else -1
+        if file != file_of(kind, rank) or one["key"] != key_of(kind, name, own):
+            raise ValueError(f"{kind} of {name}: {one['key']!r} in {file!r} is no slice of it")
+        instead.setdefault(rank, []).append(own)
+        sums.setdefault(file, {})[one["key"]] = one["checksum"]
+    return {"shape": record["shape"], "dtype": record["dtype"], "instead": [*instead.items()]}

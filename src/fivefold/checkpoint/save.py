@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.checkpoint import model_folder, shard
 from fivefold.checkpoint.cut import WEIGHT, Cut, box, file_of, key_of, placed
+from fivefold.checkpoint.find import Remote
 from fivefold.checkpoint.load import SCALARS, is_valid, scalar_types
 from fivefold.checkpoint.manifest import NAME, Manifest, read_manifest
 from fivefold.checkpoint.records import DTYPES, FileRecord, Part, TensorRecord, joined
-from fivefold.checkpoint.remote import Remote
 from fivefold.checkpoint.staging import Staging
 from fivefold.config import RunConfig
 from fivefold.core import files
@@ -36,8 +36,8 @@ from fivefold.core.best import retained
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.optimizers import SCALE
-from fivefold.core.step_folders import step_folder, steps, steps_of
-from fivefold.core.terminal import say
+from fivefold.core.run_folder import step_folder, steps, steps_of
+from fivefold.core.text import say
 from fivefold.parallel import plain
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fsdp.runtime import reshard

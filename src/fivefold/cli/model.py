@@ -10,8 +10,7 @@ import typer
 
 from fivefold.cli.options import Debug, Device, Json, place
 from fivefold.core.hub import Repository, repository
-from fivefold.core.terminal import say
-from fivefold.core.text import listed
+from fivefold.core.text import listed, say
 from fivefold.core.units import human
 from fivefold.evaluation import EvaluateRequest
 from fivefold.generation import (

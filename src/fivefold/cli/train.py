@@ -13,7 +13,7 @@ import typer
 from fivefold.cli.options import Debug, Json, place
 from fivefold.core.errors import UserError
 from fivefold.core.streams import unseen_if_need_be
-from fivefold.core.terminal import say
+from fivefold.core.text import say
 from fivefold.jobs.engines import names
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from typing import Any
 
 from fivefold.config import RunConfig, check_named, check_supported, load_config
 from fivefold.config.runfile import READ_MORE
-from fivefold.core.errors import UserError
+from fivefold.core.errors import UserError, refuse
 from fivefold.core.plain_yaml import quoted
-from fivefold.core.violation import refuse
 from fivefold.launch.model import check_model
 from fivefold.launch.workers import gpus, worker_count
 from fivefold.launch.world import device_kind

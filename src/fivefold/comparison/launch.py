@@ -18,7 +18,7 @@ from fivefold.core import files, history
 from fivefold.core.errors import UserError
 from fivefold.core.files import writing
 from fivefold.core.interrupts import sigterm_raises
-from fivefold.core.terminal import shown
+from fivefold.core.text import shown
 from fivefold.core.units import human, many
 from fivefold.launch.events import Listener
 from fivefold.launch.folder import FolderLock

@@ -18,7 +18,7 @@ from typing import Any
 from fivefold.core import history, strict_json
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.json_lines import needed
-from fivefold.core.nearby import is_run
+from fivefold.core.run_folder import is_run
 from fivefold.core.units import parse_length
 
 MORE = "docs/howto/compare.md says what is read of a log"

@@ -10,9 +10,9 @@ from fivefold.comparison.configurations import Contest
 from fivefold.comparison.logs import Log, Step
 from fivefold.comparison.measure import LAST, SLACK, Difference, Measured, Row, Spread, common_tokens, rows
 from fivefold.comparison.measure import Cell as At
+from fivefold.core.system import versions
 from fivefold.core.text import listed
 from fivefold.core.units import human, many
-from fivefold.core.version import versions
 from fivefold.report import curves
 from fivefold.report.findings import Cell, Column, Findings, Notes, On, Plot, Section, Table
 from fivefold.report.findings import Row as TableRow

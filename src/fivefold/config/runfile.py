@@ -21,8 +21,8 @@ from fivefold.config.peers import answer
 from fivefold.core import plain_yaml
 from fivefold.core.errors import UserError
 from fivefold.core.named_code import located
-from fivefold.core.nearby import is_run, run_files, runs
-from fivefold.core.plain_yaml import Path as Path_
+from fivefold.core.plain_yaml import KeyPath
+from fivefold.core.run_folder import is_run, run_files, runs
 from fivefold.core.text import shortened
 from fivefold.parallel.layout import KEYS, Layout
 
@@ -30,7 +30,6 @@ COMMAND_LINE = "command line"
 READ_MORE = "every key, its unit and its default: fivefold train --keys"
 
 _MOST = 2**20  # characters of a run file
-_PLAIN = "write texts, numbers, true, false, null, lists and sections, without tags"
 
 CODE = (("objective", "path"), ("optimizer", "path"), ("train", "parts"))  # keys that name code of the user's own
 _SOURCES = (("data", "train"), ("data", "validation"))  # lists of sections; a mapping there replaces the list
@@ -39,7 +38,7 @@ _SOURCES = (("data", "train"), ("data", "validation"))  # lists of sections; a m
 _WORDS = {"a valid tuple": "a list: [a, b]", "a valid dictionary": "a section of keys", " after validation": ""}
 
 # Alternatives to each other: an override of one drops the others that the file sets.
-_RIVALS: tuple[Path_, ...] = (("train", "max_steps"), ("train", "max_tokens"), ("train", "max_epochs"))
+_RIVALS: tuple[KeyPath, ...] = (("train", "max_steps"), ("train", "max_tokens"), ("train", "max_epochs"))
 
 
 @dataclass
@@ -48,7 +47,7 @@ class RunFile:
 
     name: str
     tree: dict[str, Any] = field(default_factory=dict)
-    places: dict[Path_, str] = field(default_factory=dict)
+    places: dict[KeyPath, str] = field(default_factory=dict)
     # Keys of other sections set by the layout's text.
     of_layout: set[tuple[str, str]] = field(default_factory=set)
 
@@ -75,14 +74,13 @@ class RunFile:
         """Read a run file of at most `most` characters. Raises `UserError` if it is missing, empty, longer, not YAML,
         not sections, or repeats a key."""
         file = cls(name or _shown(path))
-        node = _compose(path, file.name, most)
-        if node is None:
+        file.tree = file._parsed(path, most)
+        if file.tree is None:
             raise UserError(
                 f"{file.name} is empty",
                 fix="leave it out to run the demo, or name a model and a text, as docs/howto/run_file.md does",
                 more=READ_MORE,
             )
-        file.tree = file._built(node)
         if not isinstance(file.tree, dict):
             raise UserError(
                 f"{file.name}:1 is not a run file",
@@ -91,16 +89,16 @@ class RunFile:
         file._spell_out_layout(file.place(("layout",)))
         return file
 
-    def place(self, path: Path_) -> str:
+    def place(self, path: KeyPath) -> str:
         """The place where a key, or the nearest section around it, was written: `run.yaml:7`, `command line`."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
         return self.name
 
-    def written(self, location: Path_, *, missing: bool = False) -> Path_:
+    def written(self, location: KeyPath, *, missing: bool = False) -> KeyPath:
         """The path of a schema location as written, without the parts that exist only in the schema."""
-        path: Path_ = ()
+        path: KeyPath = ()
         at: Any = self.tree
         for part in location:
             if (isinstance(at, dict) and part in at) or (isinstance(at, list) and part in range(len(at))):
@@ -129,8 +127,8 @@ class RunFile:
             raise UserError(
                 f"{COMMAND_LINE}: the value of {dotted} is not YAML: {written[:200]}", fix="quote it: key='\"...\"'"
             ) from None
-        except plain_yaml.NotPlain as error:
-            raise UserError(f"{COMMAND_LINE} {dotted}: {error}", fix=_PLAIN, more=READ_MORE) from None
+        except plain_yaml.Repeated as error:
+            raise UserError(f"{COMMAND_LINE} {dotted}: {error}", fix="keep one of the two") from None
         if path in _RIVALS and value is not None:
             section = self.tree.get(str(path[0]))
             for rival in _RIVALS:
@@ -163,12 +161,12 @@ class RunFile:
         texts = value if isinstance(value, list) else [value]
         return [text for text in texts if text] if all(isinstance(text, str) for text in texts) else []
 
-    def _path(self, dotted: str) -> Path_:
+    def _path(self, dotted: str) -> KeyPath:
         """The path of a dotted key. The index of a data source may be omitted if there is only one.
 
         `data.train.text_key`, `data.train[0].text_key` and `data.train.0.text_key` are the same path.
         """
-        path: Path_ = tuple(re.sub(r"\[([0-9]+)\]", r".\1", dotted).split("."))
+        path: KeyPath = tuple(re.sub(r"\[([0-9]+)\]", r".\1", dotted).split("."))
         if path[:2] not in _SOURCES or len(path) == 2:
             return path
         sources = self._listed_sources(str(path[1]))
@@ -205,7 +203,7 @@ class RunFile:
         data[side] = [{"path": item} if isinstance(item, str) else item for item in items]
         return data[side]  # type: ignore[no-any-return]
 
-    def _set(self, path: Path_, value: Any) -> None:
+    def _set(self, path: KeyPath, value: Any) -> None:
         """Set a value at a path; a mapping is merged into the existing section."""
         if isinstance(value, dict) and value and path not in _SOURCES:
             for key, inner in value.items():
@@ -272,50 +270,40 @@ class RunFile:
         if there is None:
             self.of_layout.add(path)
 
-    def _built(self, node: yaml.Node) -> Any:
-        """Build the value of a YAML file, and note the line of every key. Raises `UserError` for a repeated key."""
+    def _parsed(self, path: Path, most: int) -> Any:
+        """Parse a YAML file and note the line of every key. Raises `UserError`."""
+        name = self.name
 
-        def note(path: Path_, at: yaml.Node) -> None:
-            self.places[path] = self._line(at)
+        def note(at: KeyPath, line: int) -> None:
+            self.places[at] = f"{name}:{line}"
 
         try:
-            return plain_yaml.Builder(note).build(node)
-        except plain_yaml.Repeated as error:
+            with path.open(encoding="utf-8") as stream:
+                text = stream.read(most + 1)
+            if len(text) > most:
+                raise UserError(
+                    f"{name}: a run file of more than {most // 2**20} MiB, each of which takes seconds to read",
+                    fix="name many texts by a folder or a glob, and many prompts by sample.file",
+                )
+            return plain_yaml.read(text, note)
+        except FileNotFoundError:
+            there = run_files(path.parent)
             raise UserError(
-                f"{self._line(error.node)} {error}", fix=f"the first is at {self.places[error.path]}"
+                f"{name}: there is no such file",
+                fix=there or "write one, or leave it out: without a file, fivefold train runs the demo",
+                more=READ_MORE,
             ) from None
-        except plain_yaml.NotPlain as error:
-            raise UserError(f"{self._line(error.node)}: {error}", fix=_PLAIN, more=READ_MORE) from None
-
-    def _line(self, node: yaml.Node) -> str:
-        return f"{self.name}:{node.start_mark.line + 1}"
-
-
-def _compose(path: Path, name: str, most: int) -> yaml.Node | None:
-    try:
-        with path.open(encoding="utf-8") as stream:
-            text = stream.read(most + 1)
-        if len(text) > most:
-            raise UserError(
-                f"{name}: a run file of more than {most // 2**20} MiB, each of which takes seconds to read",
-                fix="name many texts by a folder or a glob, and many prompts by sample.file",
-            )
-        return plain_yaml.compose(text)
-    except FileNotFoundError:
-        there = run_files(path.parent)
-        raise UserError(
-            f"{name}: there is no such file",
-            fix=there or "write one, or leave it out: without a file, fivefold train runs the demo",
-            more=READ_MORE,
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{name} cannot be read: {error}") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        at = f"{name}:{mark.line + 1}" if mark else name
-        raise UserError(f"{at} is not YAML: {error.problem or error.context}", fix=_yaml_advice(error)) from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{name} is not YAML: {error}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{name} cannot be read: {error}") from None
+        except plain_yaml.Repeated as error:
+            first = f"the first is at {self.places[error.path]}"
+            raise UserError(f"{name}:{error.line} {error}", fix=first) from None
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            place = f"{name}:{mark.line + 1}" if mark else name
+            raise UserError(f"{place} is not YAML: {error.problem or error.context}", fix=_yaml_advice(error)) from None
+        except yaml.YAMLError as error:
+            raise UserError(f"{name} is not YAML: {error}") from None
 
 
 def _yaml_advice(error: yaml.MarkedYAMLError) -> str:

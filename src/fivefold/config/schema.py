@@ -29,18 +29,16 @@ from fivefold.config.key import Key, keys_of
 from fivefold.config.peers import REMOVED
 from fivefold.config.runfile import COMMAND_LINE, READ_MORE, RunFile, explained
 from fivefold.core.best import METRICS, MOST
-from fivefold.core.errors import UserError
+from fivefold.core.errors import UserError, refuse
 from fivefold.core.folder_config import read_folder_config
 from fivefold.core.keys import LayoutKey, moved
 from fivefold.core.model_limits import UNKNOWN, ModelLimits
 from fivefold.core.named_code import NamedCode
 from fivefold.core.objectives import OBJECTIVES, OF_TEXTS
-from fivefold.core.optimizers import OPTIMIZERS, with_key
+from fivefold.core.optimizers import OPTIMIZERS, StateDtype, with_key
 from fivefold.core.schedules import SCHEDULES
 from fivefold.core.shapes import shape_folder
-from fivefold.core.state_dtypes import StateDtype
 from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_nodes, parse_steps
-from fivefold.core.violation import refuse
 from fivefold.parallel.adapters.settings import AUTO, Lora
 from fivefold.parallel.context.keys import MOST_RING
 from fivefold.parallel.experts.keys import ExpertKeys

@@ -15,8 +15,7 @@ from fivefold.config.runfile import RunFile
 from fivefold.config.schema import RunConfig
 from fivefold.convert import rules
 from fivefold.convert.data import data
-from fivefold.convert.given import Converted, Given
-from fivefold.convert.schema import Schema, schema
+from fivefold.convert.given import Converted, Given, Schema, schema
 from fivefold.core.errors import UserError
 
 _RULES: tuple[Callable[[Given], rules.Keys], ...] = (

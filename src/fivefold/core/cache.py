@@ -22,7 +22,7 @@ from typing import IO, TypeVar
 
 from fivefold.core.errors import UserError
 from fivefold.core.files import cannot_write, expanded, replace, writing
-from fivefold.core.terminal import say
+from fivefold.core.text import say
 
 # (stage in words, done, total): the unit is bytes of text; `done` never passes `total`.
 Progress = Callable[[str, int, int], None]
@@ -107,7 +107,7 @@ def file_digest(path: Path, root: Path) -> str:
     return digest
 
 
-def digest_of_weights(folder: Path) -> str:
+def digest_of_contents(folder: Path) -> str:
     """A hash of the contents of the weights in a folder."""
     root = cache_root()
     return key_of([[path.name, file_digest(path, root)] for path in sorted(folder.glob("*.safetensors"))])

@@ -2,9 +2,11 @@
 
 Every error a user can cause is a `UserError`: what is wrong and where, the likely fix, where to read more.
 The command line prints those three lines and exits with `exit_code`; a traceback appears only under `--debug`.
+A `Violation` is a reason why a layout cannot run, with arithmetic and the nearest values that fit.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -56,3 +58,29 @@ def _kinds(kind: type[UserError]) -> Iterator[type[UserError]]:
 
 def _rebuild(kind: type[UserError], what: str, fix: str | None, more: str | None) -> UserError:
     return kind(what, fix=fix, more=more)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One reason why a layout cannot run.
+
+    `about`: the field of the layout, or `global_batch_size`, that has to change. `legal`: nearby values of it that fit;
+    empty if it is not a number.
+    """
+
+    about: str
+    what: str
+    fix: str
+    legal: tuple[int, ...] = ()
+    more: str = "docs/explain/layouts.md"
+
+    @property
+    def error(self) -> UserError:
+        """The violation as an error for the user."""
+        return UserError(self.what, fix=self.fix, more=self.more)
+
+
+def refuse(found: Iterable[Violation]) -> None:
+    """Raise the first of `found`, if there is any, as a `UserError`."""
+    for violation in found:
+        raise violation.error

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.json_lines import JsonLines, read
-from fivefold.core.version import versions
+from fivefold.core.system import versions
 
 NAME = "history.jsonl"
 _ENDS = {"died": "a worker died", "nodes": "the nodes changed"}  # events of a launcher that end a start

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fivefold.core.step_folders import step_folder, steps
+from fivefold.core.run_folder import step_folder, steps
 
 _PART = re.compile(r"part-(\d{5,})\.json")
 

@@ -1,109 +1,71 @@
-"""YAML as a run file may use it: mappings, lists, texts, numbers, booleans and nulls, of a bounded size.
+"""YAML as run files use it: mappings with words as keys, lists, texts, numbers, booleans and nulls. No code is run."""
 
-A run file may come from a stranger. PyYAML's safe loader runs no code, but aliases let 341 bytes stand for billions of
-values, a list may hold itself, and tags and escapes give dates, bytes, sets and lone surrogates. All of these are
-refused here, with the line, before anything else sees a value.
-"""
-
-import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
-MOST_REPEATED = 10_000  # values that aliases stand for, in one file or override
-MOST_DEPTH = 50
-MOST_DIGITS = 19  # of a 64-bit integer
-
-Path = tuple[str | int, ...]  # a place inside the tree: ("data", "train", 0, "path")
-_STAND_INS = {0x85: 0xFDD0, 0x2028: 0xFDD1, 0x2029: 0xFDD2}  # noncharacters that replace them while parsing
+KeyPath = tuple[str | int, ...]  # a place inside the tree: ("data", "train", 0, "path")
 _TAG = "tag:yaml.org,2002:"
-_TEXTS = {f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value"}  # `2026-01-31` is a name like any other
-_SCALARS = {f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float")}
-_NUMBERS = {f"{_TAG}int", f"{_TAG}float"}
-_NO_NUMBER = re.compile(r"[^:]*:.*|[-+]?0[0-9_]+")  # YAML 1.1 reads these in base 60 or 8: 1:30:00, 0100
+_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0b[01]+|0x[0-9a-fA-F]+)$")
+_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.nan$")
+_REPLACED = (f"{_TAG}int", f"{_TAG}float", f"{_TAG}timestamp", f"{_TAG}value", f"{_TAG}merge")
 
 
-class NotPlain(ValueError):
-    """A value that a run file cannot hold; `node`: its place in the text."""
-
-    def __init__(self, message: str, node: yaml.Node) -> None:
-        super().__init__(message)
-        self.node = node
+class _Loader(yaml.SafeLoader):
+    """Reads as texts what YAML 1.1 takes for a date (2026-01-31), or a number in base 60 (1:30:00) or 8 (0100)."""
 
 
-def compose(text: str | TextIO) -> yaml.Node | None:
-    """Parse YAML text to nodes; None for an empty text. Raises `yaml.YAMLError`."""
-    try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
-    except RecursionError:
-        raise yaml.YAMLError(f"it is nested more than {MOST_DEPTH} deep") from None
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if tag not in _REPLACED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(f"{_TAG}int", _INT, list("-+0123456789"))
+_Loader.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+0123456789."))
 
 
-@dataclass
-class Builder:
-    """Builder of plain values from nodes. Calls `at(path, node)` for each key and list item.
+class Repeated(ValueError):
+    """A key that is set twice; `path` is its place in the tree, `line` in the text."""
 
-    Raises `NotPlain` for anything that a run file cannot hold.
+    def __init__(self, path: KeyPath, line: int) -> None:
+        super().__init__(f"{'.'.join(map(str, path))} is set twice")
+        self.path, self.line = path, line
+
+
+def read(text: str, at: Callable[[KeyPath, int], None] = lambda path, line: None) -> Any:
+    """Parse YAML; None for an empty text. Calls `at(path, line)` for each key and list item.
+
+    Raises `yaml.YAMLError`, and `Repeated` for a key that is set twice.
     """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return None if node is None else _built(node, (), loader, at)
+    except RecursionError:  # an alias inside of what it names
+        raise yaml.YAMLError("it never ends, or is nested too deep") from None
 
-    at: Callable[[Path, yaml.Node], None] = lambda path, node: None
-    _seen: set[int] = field(default_factory=set)  # ids of the nodes that were built
-    _repeated: int = 0
-    _open: list[int] = field(default_factory=list)  # ids of the collections around the current node
 
-    def build(self, node: yaml.Node, path: Path = ()) -> Any:
-        """Build the value of `node`, which stands at `path`."""
-        self._repeated += id(node) in self._seen
-        self._seen.add(id(node))
-        if self._repeated > MOST_REPEATED:
-            raise NotPlain(f"its aliases stand for more than {MOST_REPEATED} values", node)
-        if isinstance(node, yaml.ScalarNode):
-            return _scalar(node)
-        if id(node) in self._open:
-            raise NotPlain("an alias stands inside of what it names, so that it never ends", node)
-        if len(self._open) >= MOST_DEPTH:
-            raise NotPlain(f"it is nested more than {MOST_DEPTH} deep", node)
-        if node.tag not in (f"{_TAG}map", f"{_TAG}seq"):
-            raise NotPlain(_no_tag(node), node)
-        self._open.append(id(node))
-        built = self._list(node, path) if isinstance(node, yaml.SequenceNode) else self._mapping(node, path)
-        self._open.pop()
-        return built
-
-    def _list(self, node: yaml.SequenceNode, path: Path) -> list[Any]:
+def _built(node: yaml.Node, path: KeyPath, loader: _Loader, at: Callable[[KeyPath, int], None]) -> Any:
+    if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            self.at((*path, index), item)
-        return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
-
-    def _mapping(self, node: yaml.Node, path: Path) -> dict[str, Any]:
-        built: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise NotPlain("a key is a word, and here it is a list or a section", key_node)
-            key = _text(key_node)
-            if key in built:
-                raise Repeated((*path, key), key_node)
-            self.at((*path, key), key_node)
-            built[key] = self.build(value_node, (*path, key))
-        return built
-
-
-class Repeated(NotPlain):
-    """A key that is set twice; `path` is its place."""
-
-    def __init__(self, path: Path, node: yaml.Node) -> None:
-        super().__init__(f"{'.'.join(map(str, path))} is set twice", node)
-        self.path = path
-
-
-def read(text: str) -> Any:
-    """Parse one line of YAML, with U+0085, U+2028 and U+2029 as ordinary characters: YAML takes them for line breaks,
-    and would make them spaces. Raises `yaml.YAMLError` and `NotPlain`."""
-    node = compose(text.translate(_STAND_INS))
-    return None if node is None else Builder().build(node)
+            at((*path, index), item.start_mark.line + 1)
+        return [_built(item, (*path, index), loader, at) for index, item in enumerate(node.value)]
+    if not isinstance(node, yaml.MappingNode):
+        try:
+            return loader.construct_object(node)
+        except ValueError as error:
+            raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from error
+    built: dict[str, Any] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise yaml.MarkedYAMLError(problem="a key is a word, and here it is a list", problem_mark=key.start_mark)
+        inner, line = (*path, key.value), key.start_mark.line + 1
+        if key.value in built:
+            raise Repeated(inner, line)
+        at(inner, line)
+        built[key.value] = _built(value, inner, loader, at)
+    return built
 
 
 def quoted(text: object) -> str:
@@ -111,39 +73,9 @@ def quoted(text: object) -> str:
     return "'" + str(text).replace("'", "''") + "'"
 
 
-def written(text: str) -> str:
-    """Return the text as a YAML value, quoted unless it is read back as it stands."""
+def reads_back(text: str) -> bool:
+    """True if YAML takes the text for itself, without quotes."""
     try:
-        return text if read(text) == text else quoted(text)
-    except (yaml.YAMLError, NotPlain):
-        return quoted(text)
-
-
-def _scalar(node: yaml.ScalarNode) -> Any:
-    text = _text(node)
-    if node.tag in _TEXTS or (node.tag in _NUMBERS and _NO_NUMBER.fullmatch(text)):
-        return text
-    if node.tag not in _SCALARS:
-        raise NotPlain(_no_tag(node), node)
-    if node.tag.endswith(":int") and sum(map(str.isdigit, text)) > 4 * MOST_DIGITS:
-        raise NotPlain("the number is larger than 64 bits hold", node)
-    try:
-        value = yaml.SafeLoader("").construct_object(node)
-    except (ValueError, KeyError, AttributeError, OverflowError) as error:
-        raise NotPlain(f"{text!r} is no {node.tag.removeprefix(_TAG)}", node) from error
-    if isinstance(value, float) and not math.isfinite(value):
-        raise NotPlain(f"{text} is not a finite number", node)
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise NotPlain(f"{text} is larger than 64 bits hold", node)
-    return value
-
-
-def _text(node: yaml.ScalarNode) -> str:
-    text = str(node.value).translate({stand_in: character for character, stand_in in _STAND_INS.items()})
-    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise NotPlain("a text holds a NUL byte or half of a character (a lone surrogate)", node)
-    return text
-
-
-def _no_tag(node: yaml.Node) -> str:
-    return f"the tag {node.tag.replace(_TAG, '!!')} has no meaning in a run file"
+        return bool(read(text) == text)
+    except (yaml.YAMLError, Repeated):
+        return False

@@ -4,7 +4,10 @@ Parsed once, at the edge of the run file and of the command line; inside there a
 """
 
 import re
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 GIB = 2**30  # bytes
 _WRITTEN = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)([kKmMgGbB]?)")
@@ -91,3 +94,17 @@ def _scaled(value: Any, *, base: int, example: str) -> int:
     if not scaled.is_integer():
         raise ValueError(f"{value} is {scaled:g}, which is not a whole number")
     return int(scaled)
+
+
+def in_parts(things: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Consecutive things, as many at a time as are at most `most` together; a larger one is a part of its own."""
+    part: list[T] = []
+    held = 0
+    for thing in things:
+        if part and held + size(thing) > most:
+            yield part
+            part, held = [], 0
+        part.append(thing)
+        held += size(thing)
+    if part:
+        yield part

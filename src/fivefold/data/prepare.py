@@ -20,8 +20,8 @@ from fivefold.core.cache import Progress, cache_root, key_of, say_aloud
 from fivefold.core.errors import UserError
 from fivefold.core.units import many
 from fivefold.data.counts import DataCounts, RowCounts, SourceCounts
-from fivefold.data.documents import for_ranks
 from fivefold.data.formats import discover
+from fivefold.data.pack import for_ranks
 from fivefold.data.rows import PackedRows, Pool, RowIndex, RowSource, build_index, kept_counts, rows_in, write_rows
 from fivefold.data.source import FileList, Source, resolve
 from fivefold.data.spans import Turn

@@ -21,10 +21,9 @@ from fivefold.core.units import many
 from fivefold.data import examples
 from fivefold.data.batch import IGNORE
 from fivefold.data.examples import ANSWERED, ASKED, Document, Example, NumberedText, Preference, Rated, TokenIds
-from fivefold.data.packed import BOUNDS, LISTS, documents_in
 from fivefold.data.source import RECORD_KINDS, FileList, Format, Part, Source
 from fivefold.data.spans import words
-from fivefold.data.token_ids import rows_are
+from fivefold.data.token_ids import BOUNDS, LISTS, documents_in, rows_are
 
 _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters
@@ -345,9 +344,10 @@ def example_of(
 
 
 def ids_of(record: Mapping[str, object], parts: Parts, where: str) -> Iterator[TokenIds]:
-    """The documents of token ids in a record: one, or those of a packed row (`data.packed`). `labels` are the ids, with
-    -100 in place of those that are not trained, nor are those with 0 in a mask of `_MASKS`; tokens whose
-    `attention_mask` is 0 are padding. Raises `UserError`, naming the place."""
+    """The documents of token ids in a record: one, or those of a packed row (`data.token_ids`).
+
+    `labels` are the ids, with -100 in place of those that are not trained, nor are those with 0 in a mask of `_MASKS`;
+    tokens whose `attention_mask` is 0 are padding. Raises `UserError`, naming the place."""
     key = parts.ids[0]
     ids = _integers(record.get(key), where, key)
     beside = {name: _integers(record[name], where, name) for name in parts.ids[1:] if record.get(name) is not None}

@@ -20,10 +20,8 @@ from fivefold.core.cache import entry
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.data.counts import RowCounts
-from fivefold.data.documents import order_rows
-from fivefold.data.order import RowOrder
-from fivefold.data.pack import one_per_row, pack
-from fivefold.data.shares import row_cost, shares
+from fivefold.data.order import RowOrder, row_cost, shares
+from fivefold.data.pack import one_per_row, order_rows, pack
 from fivefold.data.split import (
     Int64s,
     Pieces,
@@ -172,7 +170,7 @@ class RowSource(ABC):
     def shares(
         self, step: int, *, global_batch_size: int, data_ranks: int, micro_batch_size: int, balance: bool
     ) -> Int64s:
-        """The places in the batch of `step` of the rows of all ranks: see `data.shares.shares`."""
+        """The places in the batch of `step` of the rows of all ranks: see `data.order.shares`."""
         rows = self.in_order(range(step * global_batch_size, (step + 1) * global_batch_size)) if balance else []
         costs = np.array([self.cost(row) for row in rows], np.int64) if balance else None
         return shares(global_batch_size, data_ranks=data_ranks, micro_batch_size=micro_batch_size, costs=costs)

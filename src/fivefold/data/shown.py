@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fivefold.core.terminal import shown
+from fivefold.core.text import shown
 from fivefold.core.units import many
 from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.data.prepare import PreparedData

@@ -11,12 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
-from fivefold.core import plain_yaml
 from fivefold.core.cache import file_digest
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
+from fivefold.core.plain_yaml import reads_back
 from fivefold.data.compression import ending, is_compressed, opened
 from fivefold.data.examples import Document, TrainOn
 
@@ -72,16 +70,9 @@ class Source:
 
     def option(self, key: str, value: str) -> str:
         """`key=value` for this source, as typed after `fivefold train`: quoted for YAML and for the shell."""
-        plain = value if _reads_back(value) else json.dumps(value, ensure_ascii=False)
+        plain = value if reads_back(value) else json.dumps(value, ensure_ascii=False)
         source = _INDEX.sub(r".\1", self.label)  # brackets are special in shells
         return shlex.quote(f"{source}.{key}={plain}")
-
-
-def _reads_back(text: str) -> bool:
-    try:
-        return bool(plain_yaml.read(text) == text)
-    except (yaml.YAMLError, plain_yaml.NotPlain):
-        return False
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from fivefold.config import RunConfig
 from fivefold.core.cache import Progress, key_of, telling
 from fivefold.core.units import many
 from fivefold.data.batch import Piece
-from fivefold.data.documents import for_ranks
 from fivefold.data.order import permutation
+from fivefold.data.pack import for_ranks
 from fivefold.data.rows import PackedRows, RowSource, kept_counts, rows_in, write_rows
 from fivefold.data.source import FileList
 from fivefold.data.split import blocks_of, spans_of

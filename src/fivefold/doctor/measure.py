@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from fivefold.calibration.probes import Timer, issues
 from fivefold.core.cache import key_of
-from fivefold.core.cpuinfo import cpuinfo
 from fivefold.core.integrity import file_checksum
-from fivefold.core.version import version_of
+from fivefold.core.system import cpuinfo, version_of
 from fivefold.launch.once import as_worker
 from fivefold.launch.world import World, cores
 from fivefold.own_loop.model import ParallelModel, parallelize

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.core.errors import UserError
-from fivefold.core.heads import legal_degrees
+from fivefold.core.model_limits import legal_degrees
 from fivefold.core.text import any_layer
 from fivefold.core.units import GIB, human, human_bytes, many
 from fivefold.models.anatomy import Anatomy

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fivefold.checkpoint.base import base_source, check_base
+from fivefold.checkpoint.agreement import base_source, check_base
 from fivefold.checkpoint.find import find_checkpoint, is_remote
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.manifest import NAME as MANIFEST
@@ -21,7 +21,7 @@ from fivefold.core.alike import digests, program
 from fivefold.core.cache import cache_root, say_aloud
 from fivefold.core.errors import UserError
 from fivefold.core.hub import is_hub_id
-from fivefold.core.nearby import runs
+from fivefold.core.run_folder import runs
 from fivefold.data.tokenizer import Bos, TokenizerInfo, encoding, find_tokenizer, tokenizer_files
 from fivefold.generation.settings import check_values, end_tokens, stop_texts
 from fivefold.generation.text import encode_prompt

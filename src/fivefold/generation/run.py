@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fivefold.core.cache import say_aloud
-from fivefold.core.terminal import shown
-from fivefold.core.text import listed
+from fivefold.core.text import listed, shown
 from fivefold.generation import GenerateRequest
 from fivefold.generation.conversation import Chat, converse
 from fivefold.generation.opened import Opened, open_model

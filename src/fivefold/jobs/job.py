@@ -9,9 +9,9 @@ from hashlib import sha256
 from pathlib import Path
 from shlex import join
 
-from fivefold.core import plain_yaml
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
+from fivefold.core.plain_yaml import quoted, reads_back
 from fivefold.core.units import many
 
 PORT = 29500  # where the ranks meet on the first node, under engines that give no port of their own
@@ -116,7 +116,7 @@ class Job:
 
 def override(key: str, text: str) -> str:
     """`key=value` of a text, whose value is read as YAML."""
-    return f"{key}={plain_yaml.written(text)}"
+    return f"{key}={text if reads_back(text) else quoted(text)}"
 
 
 def no_option(file: Path) -> str:

@@ -11,9 +11,8 @@ from shlex import join
 
 from fivefold.config import RunConfig, check_named, load_config
 from fivefold.config.runfile import CODE, COMMAND_LINE, RunFile
-from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.errors import RunFailed, UserError, refuse
 from fivefold.core.files import expanded, put, writing
-from fivefold.core.violation import refuse
 from fivefold.jobs.engines import engine
 from fivefold.jobs.job import Engine, Job
 

@@ -5,7 +5,7 @@ import ctypes
 import sys
 from functools import cache
 
-from fivefold.core.cpuinfo import cpuinfo
+from fivefold.core.system import cpuinfo
 from fivefold.torch_internals import multiply_by_onednn
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from fivefold.core.errors import NodesDiffer, RunFailed, UserError
 from fivefold.core.files import take_space, writing
-from fivefold.core.terminal import say
+from fivefold.core.text import say
 from fivefold.launch.world import World
 
 # Types of errors that several ranks leave for one cause; the cause comes first.

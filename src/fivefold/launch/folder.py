@@ -15,7 +15,7 @@ from fivefold.config import RunConfig, load_config
 from fivefold.core import json_lines
 from fivefold.core.errors import UserError
 from fivefold.core.files import cannot_write, check_place, replace, writing
-from fivefold.core.step_folders import steps
+from fivefold.core.run_folder import steps
 from fivefold.parallel.layout import Layout
 
 LOCK = ".lock"

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from fivefold.core.errors import RunFailed, UserError, first_line
-from fivefold.core.terminal import say
-from fivefold.core.text import listed
+from fivefold.core.text import listed, say
 
 LOOPBACK = "127.0.0.1"
 FIRST, EVERY = 10.0, 60.0  # seconds until the first report of missing ranks, and between later ones

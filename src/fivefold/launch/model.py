@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.config import RunConfig
-from fivefold.core.errors import UserError
+from fivefold.core.errors import UserError, refuse
 from fivefold.core.files import expanded
 from fivefold.core.folder_config import check_no_code, check_no_noise, check_not_gguf, read_folder_config
 from fivefold.core.hub import config_file, is_hub_id
 from fivefold.core.model_limits import ModelLimits
-from fivefold.core.nearby import runs
+from fivefold.core.run_folder import runs
 from fivefold.core.shapes import no_model, shape_folder
-from fivefold.core.violation import refuse
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.legality import violations
 

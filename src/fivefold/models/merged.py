@@ -26,7 +26,7 @@ class Piece:
     parts: int
 
 
-Merged = Mapping[str, tuple[Piece, ...]]  # name in the model -> its pieces, by expert and part
+Pieces = Mapping[str, tuple[Piece, ...]]  # name in the model -> its pieces, by expert and part
 
 
 def merged(found: Sequence[tuple[str, Piece]]) -> dict[str, tuple[Piece, ...]]:

@@ -215,7 +215,7 @@ def check_numbers(values: Tensor, name: str, path: Path) -> Tensor:
     return values
 
 
-def _names(model: PreTrainedModel, located: Collection[str]) -> tuple[dict[str, str], merged.Merged]:
+def _names(model: PreTrainedModel, located: Collection[str]) -> tuple[dict[str, str], merged.Pieces]:
     """{name in the model: name in the files}, and the merged tensors. A tied tensor may be stored under any of its
     names."""
     renamed, pieces = hf_internals.names_in_model(model, located)
@@ -269,7 +269,7 @@ def locate(folder: Path) -> dict[str, Path]:
     )
 
 
-def weights_digest(folder: Path) -> str:
+def digest_of_samples(folder: Path) -> str:
     """A hash of the weights in a folder, independent of file names: the type and shape of each tensor and `_SAMPLE`
     bytes from its middle. Checkpoints hold it. Raises `UserError`."""
     located, found = locate(folder), list[tuple[str, str, list[int], str]]()

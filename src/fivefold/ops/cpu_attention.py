@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.core.c_library import UnusableCompiler, compile_library, compiler, kept_library
-from fivefold.core.cpuinfo import cpuinfo
 from fivefold.core.errors import RunFailed, UserError, first_line
+from fivefold.core.system import cpuinfo
 from fivefold.ops.dropout import AttentionDrops, drop_below, kept_scale
 
 SOURCE = Path(__file__).with_name("cpu_attention.c")

@@ -18,12 +18,11 @@ from itertools import chain
 from math import lcm, prod
 from typing import Any, Literal, get_args
 
-from fivefold.core.errors import UserError
+from fivefold.core.errors import UserError, Violation, refuse
 from fivefold.core.keys import LayoutKey, LayoutPart, bare, key, moved
 from fivefold.core.model_limits import ModelLimits
-from fivefold.core.state_dtypes import StateDtype
+from fivefold.core.optimizers import StateDtype
 from fivefold.core.units import many
-from fivefold.core.violation import Violation, refuse
 from fivefold.parallel.context.keys import ContextKeys
 from fivefold.parallel.experts.keys import ExpertKeys
 from fivefold.parallel.fp8.keys import Fp8Keys

@@ -4,8 +4,8 @@ The command line checks before it starts a process, `parallelize` once it has se
 check each candidate. The rules are in the `keys.py` of each feature; a rule is a generator of `Violation`s.
 """
 
+from fivefold.core.errors import Violation
 from fivefold.core.model_limits import UNKNOWN, ModelLimits
-from fivefold.core.violation import Violation
 from fivefold.parallel.layout import Layout
 
 

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from fivefold.core import heads
-from fivefold.core.heads import CPMethod
-from fivefold.core.state_dtypes import block_length
-from fivefold.core.violation import Violation, refuse
+from fivefold.core.errors import Violation, refuse
+from fivefold.core.model_limits import CPMethod, context_method
+from fivefold.core.optimizers import block_length
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel import features, legality
 from fivefold.parallel.fp8 import spec as fp8
@@ -68,4 +67,4 @@ def _cp_method(facts: ModelFacts, layout: Layout) -> CPMethod:
         return CPMethod(1, 1)
     of_rank = [on_tp_rank(shape, layout.tp) for shape in facts.attends.values()]
     query, kv = min(shape.query for shape in of_rank), min(shape.kv for shape in of_rank)
-    return heads.context_method(layout.cp_method, layout.cp, query, kv)
+    return context_method(layout.cp_method, layout.cp, query, kv)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from fivefold.core.state_dtypes import restored_bytes
+from fivefold.core.optimizers import restored_bytes
 from fivefold.models.facts import LayerCost
 from fivefold.parallel import features
 from fivefold.parallel.balance.spec import buffer_bytes

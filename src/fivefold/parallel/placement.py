@@ -10,7 +10,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from fivefold.core.state_dtypes import StateDtype, kept_in, state_bytes
+from fivefold.core.optimizers import StateDtype, kept_in, state_bytes
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.outer import keys as outer

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from fivefold.core import heads
 from fivefold.core.errors import UserError
+from fivefold.core.model_limits import ranks_per_kv_head
 from fivefold.models.facts import ORDERS, Experts, FeatureGroups, ModelFacts, Partition, Role
 from fivefold.parallel.adapters.facts import A
 from fivefold.parallel.layout import Layout
@@ -65,7 +65,7 @@ def _counted(groups: FeatureGroups) -> tuple[int, int]:
 
 def _blocks(groups: FeatureGroups, rank: int, tp: int) -> Iterator[Block]:
     query, kv = _counted(groups)
-    copies = heads.kv_copies(kv, tp) if kv else 1
+    copies = ranks_per_kv_head(kv, tp) if kv else 1
     mine = {
         "query": range(rank * query // tp, (rank + 1) * query // tp),
         "kv": range(rank // copies * kv * copies // tp, (rank // copies + 1) * kv * copies // tp),
@@ -81,13 +81,13 @@ def _blocks(groups: FeatureGroups, rank: int, tp: int) -> Iterator[Block]:
 def kv_copies(facts: ModelFacts, tp: int) -> int:
     """Number of tp ranks that share each key/value head. Raises `UserError` if layers differ in that."""
     kinds = [kv for _, kv in partition_of(facts, tp).heads]
-    if len({heads.kv_copies(kv, tp) for kv in kinds}) > 1:
+    if len({ranks_per_kv_head(kv, tp) for kv in kinds}) > 1:
         raise UserError(
             f"tp={tp} is more than the {min(kinds)} key/value heads that some layers of {facts.model_class} have, and "
             "others have more",
             fix=f"use tp {min(kinds)} or less",
         )
-    return heads.kv_copies(kinds[0], tp) if kinds else 1
+    return ranks_per_kv_head(kinds[0], tp) if kinds else 1
 
 
 def gradient_sums(partition: Partition, specs: Mapping[str, ShardSpec], *, sequence_parallel: bool) -> dict[str, str]:

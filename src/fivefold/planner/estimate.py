@@ -11,11 +11,10 @@ from math import inf
 
 import numpy as np
 
-from fivefold.core.errors import UserError
+from fivefold.core.errors import UserError, refuse
+from fivefold.core.optimizers import RESTORED
 from fivefold.core.schedule import Kind, Slot, Timeline
-from fivefold.core.state_dtypes import RESTORED
 from fivefold.core.units import GIB
-from fivefold.core.violation import refuse
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.flops import Costs
 from fivefold.parallel import legality

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from fivefold.core.errors import UserError
-from fivefold.core.violation import refuse
+from fivefold.core.errors import UserError, refuse
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel import legality
 from fivefold.parallel.context.keys import MOST_RING

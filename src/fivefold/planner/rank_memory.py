@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.state_dtypes import restored_bytes
+from fivefold.core.optimizers import restored_bytes
 from fivefold.core.units import GIB
 from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster

@@ -14,8 +14,7 @@ from typing import IO, Any
 
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.core import interrupts
-from fivefold.core.errors import RunFailed, UserError
-from fivefold.core.violation import refuse
+from fivefold.core.errors import RunFailed, UserError, refuse
 from fivefold.hardware.cluster import Cluster
 from fivefold.launch.model import check_model
 from fivefold.launch.processes import scratch_folder

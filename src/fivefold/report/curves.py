@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from fivefold.core import terminal
+from fivefold.core.text import shown
 from fivefold.core.units import human
 from fivefold.report.plot import Axes, Linear, label, nice
 
@@ -169,7 +169,7 @@ def _panel(title: str, curves: Curves, grids: Sequence[Grid], axes: Axes) -> Pan
         places = axes.places([point.step for point in curve], [point.value for point in curve])
         dots = "".join(f"M{place}h0" for place in places) if len(places) < DOTTED else ""
         lines.append(("M" + "L".join(places), dots))
-        told = terminal.shown(LABELS.get(name, name))  # a browser decodes the escapes of JSON
+        told = shown(LABELS.get(name, name))  # a browser decodes the escapes of JSON
         data.append([grids.index(_grid(curve)), [_short(point.value) for point in curve], told])
     is_loss = title == LOSS
     labels = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
-from fivefold.core.terminal import folded, shown
+from fivefold.core.text import folded, shown
 
 if TYPE_CHECKING:
     from markupsafe import Markup

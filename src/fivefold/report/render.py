@@ -11,8 +11,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fivefold.core.files import put
-from fivefold.core.terminal import shown
-from fivefold.core.version import versions
+from fivefold.core.system import versions
+from fivefold.core.text import shown
 from fivefold.report import curves
 from fivefold.report.findings import Findings, On, Plot, parts_of
 from fivefold.report.slices import SliceMap

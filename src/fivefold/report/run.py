@@ -13,8 +13,7 @@ from fivefold.config import RunConfig, load_config
 from fivefold.core import history
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.json_lines import needed
-from fivefold.core.nearby import is_run, runs
-from fivefold.core.step_folders import steps
+from fivefold.core.run_folder import is_run, runs, steps
 from fivefold.core.units import human, human_bytes
 from fivefold.report import curves, story
 from fivefold.report.figures import Figure, heat, timeline

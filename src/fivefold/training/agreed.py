@@ -6,7 +6,7 @@ from typing import Any
 from fivefold.config import RunConfig
 from fivefold.core.alike import UNREAD, WHOLE, digests, program
 from fivefold.core.named_code import NamedCode
-from fivefold.core.step_folders import steps
+from fivefold.core.run_folder import steps
 from fivefold.data.prepare import PreparedData
 from fivefold.data.tokenizer import tokenizer_files
 from fivefold.models import hf_internals

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fivefold import checkpoint
-from fivefold.checkpoint.base import weights_beside
+from fivefold.checkpoint.agreement import weights_beside
 from fivefold.checkpoint.kept import complete, is_replicated, keep, unfinished_of
 from fivefold.checkpoint.save import Write
 from fivefold.config import RunConfig

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fivefold.core.best import Best
-from fivefold.core.terminal import shown
+from fivefold.core.text import shown
 from fivefold.core.units import human
 
 BARS = "▁▂▃▄▅▆▇█"

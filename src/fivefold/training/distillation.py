@@ -23,7 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from fivefold.config import RunConfig
-from fivefold.core.cache import cache_root, digest_of_weights, entry, key_of, locked
+from fivefold.core.cache import cache_root, digest_of_contents, entry, key_of, locked
 from fivefold.core.errors import UserError
 from fivefold.core.files import cannot_write, take_space
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
@@ -107,7 +107,7 @@ def teacher_of(config: RunConfig, data: PreparedData, world: World, total_steps:
     dtype = np.dtype(np.float64 if config.precision.compute == "fp64" else np.float32)
     shape = (int(offsets[-1]), given.top_k)
     precision = [*config.precision.model_dump(exclude={"reduce"}).values()]
-    parts = [data.fingerprint, key_of(rows.tolist()), digest_of_weights(folder), hf_config.to_json_string(), precision]
+    parts = [data.fingerprint, key_of(rows.tolist()), digest_of_contents(folder), hf_config.to_json_string(), precision]
     place = root / "teacher" / key_of(_VERSION, *parts, given.top_k, vocabulary)
     read = partial(_read, root=root, shape=shape, dtype=dtype)
     made = partial(Teacher, rows, offsets, temperature=given.temperature, alpha=given.alpha)

@@ -12,7 +12,7 @@ from fivefold.config import RunConfig
 from fivefold.core import history
 from fivefold.core.history import History, changes
 from fivefold.core.optimizers import OPTIMIZERS
-from fivefold.core.step_folders import steps
+from fivefold.core.run_folder import steps
 from fivefold.core.units import GIB, human, human_bytes, many
 from fivefold.launch.folder import next_commands
 from fivefold.launch.world import multiplies_bf16, threads_warning

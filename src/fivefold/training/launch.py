@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fivefold.config import RunConfig, check_named, check_supported, load_config
 from fivefold.core import history
 from fivefold.core.errors import UserError
-from fivefold.core.terminal import say, shown
+from fivefold.core.text import say, shown
 from fivefold.launch.events import Listener, following
 from fivefold.launch.failure import WorkerDied, one_voice, put_aside, said_once
 from fivefold.launch.folder import (

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fivefold.checkpoint.base import base_source
+from fivefold.checkpoint.agreement import base_source
 from fivefold.config import RunConfig
 from fivefold.data.prepare import PreparedData
 from fivefold.launch.model import check_positions, check_tokens

@@ -21,7 +21,7 @@ from fivefold.config import RunConfig
 from fivefold.core import history
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.kept_steps import kept_in, newest_kept
-from fivefold.core.terminal import say
+from fivefold.core.text import say
 from fivefold.core.units import many
 from fivefold.data.prepare import PreparedData
 from fivefold.launch.events import Listener, following

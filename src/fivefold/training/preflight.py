@@ -10,7 +10,7 @@ from torch import nn
 
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
-from fivefold.core.step_folders import step_folder, steps
+from fivefold.core.run_folder import step_folder, steps
 from fivefold.core.units import GIB, human_bytes
 from fivefold.data.prepare import PreparedData
 from fivefold.launch.cluster import cluster_here

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
-from fivefold.core.step_folders import steps_of
+from fivefold.core.run_folder import steps_of
 from fivefold.launch.events import Listener
 from fivefold.training.launch import run
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from fivefold import checkpoint
 from fivefold.config import RunConfig
-from fivefold.core.cpuinfo import cpuinfo
 from fivefold.core.files import replace
+from fivefold.core.system import cpuinfo
 from fivefold.launch.world import cores
 from fivefold.parallel import plain
 from fivefold.parallel.collectives import Collective

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from fivefold.checkpoint.base import base_source
+from fivefold.checkpoint.agreement import base_source
 from fivefold.config import RunConfig
-from fivefold.core.cache import cache_root, digest_of_weights, entry, key_of, locked
+from fivefold.core.cache import cache_root, digest_of_contents, entry, key_of, locked
 from fivefold.core.errors import UserError
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.core.units import many
@@ -70,18 +70,18 @@ class Reference:
             )
         if other not in ("auto", "base"):
             folder = weights_folder(other)
-            return cls(open_weights(folder, model), first, digest_of_weights(folder))
+            return cls(open_weights(folder, model), first, digest_of_contents(folder))
         is_random = config.model.init == "random"
         start = (
             key_of("random", config.train.seed)
             if is_random
-            else digest_of_weights(weights_folder(config.model.name_or_path))
+            else digest_of_contents(weights_folder(config.model.name_or_path))
         )
         lora = config.adapter.lora
         if lora is not None and lora.quantize != "none":  # the reference has the quantized weights
             start = key_of(start, lora.quantize, lora.targets)
         if config.adapter.path:
-            start = key_of(start, config.adapter.model_dump(mode="json"), digest_of_weights(Path(config.adapter.path)))
+            start = key_of(start, config.adapter.model_dump(mode="json"), digest_of_contents(Path(config.adapter.path)))
         return cls(None, first, start)
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fivefold import checkpoint
 from fivefold.config import RunConfig, check_best, check_supported, parse_config
+from fivefold.core.errors import refuse
 from fivefold.core.kept_steps import MemoryOfNode
 from fivefold.core.text import listed
-from fivefold.core.violation import refuse
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
 from fivefold.launch.events import Events, events_of

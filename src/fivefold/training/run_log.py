@@ -18,7 +18,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.files import replace
 from fivefold.core.interrupts import Stopped
 from fivefold.core.json_lines import JsonLines, Row
-from fivefold.core.step_folders import step_folder, steps
+from fivefold.core.run_folder import step_folder, steps
 from fivefold.launch import rounds
 from fivefold.launch.events import Events, Listener
 from fivefold.launch.folder import LOCK, FolderLock

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from fivefold.config import OptimizerSection
 from fivefold.core.objectives import OBJECTIVES
 from fivefold.data.batch import MicroBatch, Piece, assemble
-from fivefold.data.shares import row_cost, shares
+from fivefold.data.order import row_cost, shares
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.layout import Layout
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fivefold.config import parse_config
 from fivefold.core.alike import program
 from fivefold.core.errors import UserError
-from fivefold.core.terminal import say
+from fivefold.core.text import say
 from fivefold.core.units import GIB
 from fivefold.launch.memory import room
 from fivefold.launch.world import World, join, leave, threads_per_worker

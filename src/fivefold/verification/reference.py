@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fivefold.config import OptimizerSection
 from fivefold.core.folder_config import noise
-from fivefold.core.state_dtypes import kept_in
+from fivefold.core.optimizers import kept_in
 from fivefold.data.batch import Piece
 from fivefold.models import hf_internals
 from fivefold.models.experts import router_buffers

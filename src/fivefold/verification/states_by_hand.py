@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fivefold.core.state_dtypes import StateDtype, block_length
+from fivefold.core.optimizers import StateDtype, block_length
 
 _WORDS = np.arange(0x7F80, dtype=np.uint32) << np.uint32(16)  # all bf16 below infinity, as the upper half of fp32
 

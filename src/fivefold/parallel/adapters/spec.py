@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fivefold.core.violation import Violation
+from fivefold.core.errors import Violation
 from fivefold.models.anatomy import is_within
 from fivefold.parallel.adapters.facts import A, B
 from fivefold.parallel.adapters.settings import NF4_BLOCK

@@ -4,11 +4,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fivefold.core.errors import UserError
-from fivefold.core.heads import context_method, legal_degrees
+from fivefold.core.errors import UserError, Violation
 from fivefold.core.keys import bare, key
-from fivefold.core.model_limits import ModelLimits
-from fivefold.core.violation import Violation
+from fivefold.core.model_limits import ModelLimits, context_method, legal_degrees
 from fivefold.parallel.tensor.keys import TensorKeys
 
 METHODS = ("auto", "ring", "allgather", "ulysses")

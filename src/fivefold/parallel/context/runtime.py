@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
-from fivefold.core.heads import CPMethod
+from fivefold.core.model_limits import CPMethod
 from fivefold.models import kernels, offdiagonal
 from fivefold.models.attention import CONTEXT
 from fivefold.models.forwards import check_slices

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fivefold.core.violation import Violation
+from fivefold.core.errors import Violation
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import DropoutSite, ModelFacts
 from fivefold.parallel.adapters.facts import A

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fivefold.core.errors import Violation
 from fivefold.core.keys import key
 from fivefold.core.model_limits import ModelLimits
-from fivefold.core.violation import Violation
 from fivefold.parallel.context.keys import ContextKeys
 from fivefold.parallel.fsdp.keys import FsdpKeys
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
+from fivefold.core.errors import Violation
 from fivefold.core.keys import LayoutPart, key
-from fivefold.core.violation import Violation
 from fivefold.parallel.fp8.recipes import RECIPES
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
+from fivefold.core.errors import Violation
 from fivefold.core.units import many
-from fivefold.core.violation import Violation
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts, Matmul
 from fivefold.parallel.collectives import Call

@@ -6,9 +6,9 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from fivefold.core.state_dtypes import block_length
+from fivefold.core.errors import Violation
+from fivefold.core.optimizers import block_length
 from fivefold.core.units import many
-from fivefold.core.violation import Violation
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.collectives import Call, Phase

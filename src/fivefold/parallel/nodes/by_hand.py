@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fivefold.core.state_dtypes import block_length
+from fivefold.core.optimizers import block_length
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.layout import Layout

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fivefold.core.errors import Violation
 from fivefold.core.keys import key
-from fivefold.core.violation import Violation
 from fivefold.parallel.experts.keys import ExpertKeys
 
 _MORE = "docs/explain/slow_links.md"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
-from fivefold.core.parts import in_parts
+from fivefold.core.units import in_parts
 from fivefold.parallel.dtensor import local, put_local, with_local
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.lanes import Copies, Lane

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fivefold.core.errors import Violation
 from fivefold.core.keys import key
-from fivefold.core.violation import Violation
 from fivefold.parallel.fsdp.keys import FsdpKeys
 from fivefold.parallel.offload.keys import OffloadKeys
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from fivefold.core.parts import in_parts
-from fivefold.core.violation import Violation
+from fivefold.core.errors import Violation
+from fivefold.core.units import in_parts
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.outer.keys import KEPT, MORE
 from fivefold.parallel.plan import ParallelPlan

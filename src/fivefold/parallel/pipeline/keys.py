@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fivefold.core.errors import Violation
 from fivefold.core.keys import LayoutPart, bare, key
 from fivefold.core.model_limits import ModelLimits
 from fivefold.core.schedule import SCHEDULES, Schedule, SchedulePlan
-from fivefold.core.violation import Violation
 
 _BATCH = "micro batches are train.global_batch_size / (micro_batch_size x data ranks)"
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from fivefold.core.errors import refuse
 from fivefold.core.model_limits import ModelLimits
 from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot, Transfer
-from fivefold.core.violation import refuse
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.collectives import Call, Phase

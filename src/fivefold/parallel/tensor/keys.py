@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fivefold.core.heads import legal_degrees
+from fivefold.core.errors import Violation
 from fivefold.core.keys import LayoutPart, key
-from fivefold.core.model_limits import ModelLimits
-from fivefold.core.violation import Violation
+from fivefold.core.model_limits import ModelLimits, legal_degrees
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ The update itself is computed in the type of the weights from the restored state
 
 The random numbers depend on parameter, step and position in the whole parameter, so every layout draws the same.
 8 bits: table and blocks are those of Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
-(arXiv:2110.02861, `core/state_dtypes.py`), with one exception: a nonzero second moment is never rounded to zero,
+(arXiv:2110.02861, `core/optimizers.py`), with one exception: a nonzero second moment is never rounded to zero,
 because it is a divisor.
 """
 
@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fivefold.core.optimizers import DIVIDED_BY, SCALE
-from fivefold.core.state_dtypes import AT_ONCE, StateDtype, block_length
+from fivefold.core.optimizers import AT_ONCE, DIVIDED_BY, SCALE, StateDtype, block_length
 from fivefold.parallel.dtensor import local, zeros_by_block
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.state import state_of

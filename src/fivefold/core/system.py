@@ -1,7 +1,8 @@
-"""Versions for a bug report, read from the packages' metadata without importing them."""
+"""Versions of the software, read from the packages' metadata without importing them, and the CPU of this machine."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 _SHOWN = ("fivefold", "torch", "transformers")
 
@@ -23,3 +24,11 @@ def version_line() -> str:
     """`fivefold 0.1.0 (torch 2.13.0, transformers 5.23.0, Python 3.11.7)`."""
     own, *others = (f"{name} {number}" for name, number in versions().items())
     return f"{own} ({', '.join(others)})"
+
+
+_FILE = Path("/proc/cpuinfo")
+
+
+def cpuinfo() -> str:
+    """Contents of `/proc/cpuinfo`; "" if it does not exist."""
+    return _FILE.read_text(encoding="utf-8", errors="replace") if _FILE.exists() else ""
