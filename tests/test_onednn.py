@@ -102,13 +102,15 @@ def test_wrong_operands_are_refused_and_nan_stays() -> None:
 
 
 def test_it_serves_where_mkl_takes_half_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An AMD CPU with AVX-512; not one of Intel, nor one without AVX-512."""
-    for maker, capability, is_slow in (
-        ("AuthenticAMD", "AVX512", True),
-        ("GenuineIntel", "AVX512", False),
-        ("AuthenticAMD", "AVX2", False),
+    """An AMD CPU with AVX-512 that is executed whole; not Zen 4, nor one of Intel, nor one without AVX-512."""
+    for maker, family, capability, is_slow in (
+        ("AuthenticAMD", 26, "AVX512", True),
+        ("AuthenticAMD", 25, "AVX512", False),
+        ("GenuineIntel", 6, "AVX512", False),
+        ("AuthenticAMD", 26, "AVX2", False),
     ):
-        monkeypatch.setattr(cpu, "cpuinfo", lambda maker=maker: f"vendor_id\t: {maker}\n")
+        said = f"processor\t: 0\nvendor_id\t: {maker}\ncpu family\t: {family}\n"
+        monkeypatch.setattr(cpu, "cpuinfo", lambda said=said: said)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
         assert cpu.mkl_is_slow() is is_slow

@@ -28,7 +28,7 @@ from tests.tiers import put_off
 
 VERBS = (
     "train", "launch", "data", "plan", "rehearse", "verify", "compare", "generate", "evaluate", "export", "convert",
-    "report", "calibrate", "doctor",
+    "report", "calibrate", "doctor", "docs",
 )  # fmt: skip
 
 
@@ -323,6 +323,18 @@ def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert re.fullmatch(r"fivefold \d\S* \(torch \d\S+, transformers \d\S+, Python 3\.\d+\.\d+\)\n", said)
     assert said.split()[1] == fivefold.__version__
+
+
+def test_docs_lists_pages_and_prints_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("docs") == 0
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert listed["howto/data"] == "Prepare data" and listed["explain/slow_links"] == "ZeRO++ and slow networks"
+    page = (Path(__file__).parents[2] / "docs/howto/data.md").read_text()
+    for name in ("howto/data", "docs/howto/data.md", "howto/data#name-the-sources"):
+        assert run("docs", name) == 0
+        assert capsys.readouterr().out == f"{page}\n"
+    assert run("docs", "data") == 2
+    assert capsys.readouterr().err == "there is no page data\nfivefold docs explain/data or fivefold docs howto/data\n"
 
 
 def test_doctor_prints_json_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

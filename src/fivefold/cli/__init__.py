@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import layouts, machine, model, train
+from fivefold.cli import layouts, machine, model, pages, train
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import INTERRUPTED
@@ -42,6 +42,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "report": model.report,
     "calibrate": machine.calibrate,
     "doctor": machine.doctor,
+    "docs": pages.docs,
 }
 
 app = typer.Typer(name="fivefold", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")

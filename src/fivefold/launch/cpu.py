@@ -2,6 +2,7 @@
 slow."""
 
 import ctypes
+import re
 import sys
 from functools import cache
 
@@ -18,15 +19,19 @@ def tune() -> None:
 
 
 def mkl_is_slow() -> bool:
-    """True if PyTorch's fp32 products use half of this CPU: Intel's MKL takes AVX2 for CPUs of another maker, though
-    they have AVX-512. Two cores of an AMD EPYC 9005: 234 GFLOP/s by MKL, 500 by oneDNN."""
+    """True if PyTorch's fp32 products use half of this CPU: MKL uses AVX2 on an AMD CPU that has AVX-512.
+
+    Two cores of an EPYC 9005 (Zen 5, family 26): 234 GFLOP/s by MKL, 500 by oneDNN. Zen 4 (family 25) executes an
+    AVX-512 instruction in two halves, so that oneDNN gains nothing. The answer depends on the CPU's model alone, as a
+    measurement would let ranks and resumed runs round differently.
+    """
     import torch
 
     has_mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not has_mkl:
         return False
-    said = cpuinfo()
-    return bool(said) and "GenuineIntel" not in said
+    maker, family = (re.search(rf"^{key}\s*:\s*(\S+)", cpuinfo(), re.MULTILINE) for key in ("vendor_id", "cpu family"))
+    return maker is not None and family is not None and maker[1] == "AuthenticAMD" and int(family[1]) >= 26
 
 
 def _keep_freed_memory() -> None:

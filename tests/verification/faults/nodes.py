@@ -1,4 +1,4 @@
-"""Bugs of links that are not equal: collectives in two levels, secondary copies, gathers and reductions in eight bits,
+"""Bugs of slow networks: collectives in two levels, secondary copies, gathers and reductions in eight bits,
 rows that are shared out by cost, and replicas that train apart."""
 
 from collections.abc import Callable
