@@ -30,8 +30,7 @@ from typing import Any
 from fivefold.checkpoint import Checkpoint, step_folder
 from fivefold.config import keys
 from fivefold.core.errors import Violation
-from fivefold.parallel.calls import calls
-from fivefold.parallel.features import edits
+from fivefold.parallel.features import calls, edits
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.legality import violations
 from fivefold.parallel.lower import lower

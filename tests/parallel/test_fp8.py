@@ -27,9 +27,9 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.features import edits
 from fivefold.parallel.fp8 import by_hand as fp8_by_hand
 from fivefold.parallel.fp8.amax import AmaxHistory
-from fivefold.parallel.fp8.delayed import Delayed
 from fivefold.parallel.fp8.matmul import DTYPES, Float8, cast_to_fp8, casts, restored, scale_of
 from fivefold.parallel.fp8.recipes import KINDS, RECIPES, Recipe
+from fivefold.parallel.fp8.runtime import Delayed
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fp8.weight import Fp8Weight
 from fivefold.parallel.layout import Layout

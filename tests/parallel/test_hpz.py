@@ -9,9 +9,8 @@ import pytest
 
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
-from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import Call
-from fivefold.parallel.features import edits
+from fivefold.parallel.features import calls, edits
 from fivefold.parallel.fsdp.spec import FsdpPlan, KeepCopy
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower

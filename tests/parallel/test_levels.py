@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel import legality
-from fivefold.parallel.calls import calls
+from fivefold.parallel.features import calls
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes

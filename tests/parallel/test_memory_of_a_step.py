@@ -12,7 +12,7 @@ from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.collectives import StepShape
-from fivefold.parallel.fp8.memory import cast_numbers
+from fivefold.parallel.fp8.spec import cast_numbers
 from fivefold.parallel.fsdp.memory import Units, resting_bytes
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
@@ -21,8 +21,8 @@ from fivefold.parallel.moments import FIRST, MOMENTS, UPDATE
 from fivefold.parallel.offload.spec import PART_BYTES
 from fivefold.parallel.pipeline.memory import InFlightBytes, edge_bytes, in_flight
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.recompute.memory import expensive_numbers
 from fivefold.parallel.recompute.policy import Mode, Recompute
+from fivefold.parallel.recompute.spec import expensive_numbers
 from fivefold.parallel.step import LayerStep
 
 

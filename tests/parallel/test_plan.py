@@ -29,11 +29,10 @@ from fivefold.models.hf_internals import unmodified_model
 from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import LiveParts
-from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census, own_part
 from fivefold.parallel.collectives import summed
 from fivefold.parallel.edits import Edit
-from fivefold.parallel.features import edits
+from fivefold.parallel.features import calls, edits
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.graphs.spec import Outside
 from fivefold.parallel.layout import Layout

@@ -8,7 +8,7 @@ import torch
 from fivefold.core.errors import UserError
 from fivefold.core.optimizers import block_length
 from fivefold.models.config_facts import facts_of_config
-from fivefold.parallel.calls import calls
+from fivefold.parallel.features import calls
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.nodes.by_hand import sent

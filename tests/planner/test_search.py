@@ -12,8 +12,8 @@ from fivefold.core.errors import UserError
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel import legality
-from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import StepShape, summed
+from fivefold.parallel.features import calls
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.limits import limits_of

@@ -18,11 +18,10 @@ from fivefold.models.anatomy import Anatomy
 from fivefold.models.config_facts import facts_of_config
 from fivefold.models.facts import Partition, Untrainable
 from fivefold.parallel import legality
-from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.edits import Edit
-from fivefold.parallel.features import edits
+from fivefold.parallel.features import calls, edits
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.lower import lower

@@ -1,6 +1,6 @@
 """Collectives as data: those that a plan declares for a step, and those that a run sent. No torch.
 
-`calls.py` lists every call of a step, `recorder.py` observes the dispatcher; a test compares the sums of the two.
+`features.py` lists every call of a step, `recorder.py` observes the dispatcher; a test compares the sums of the two.
 Bytes are those of the larger buffer, the gathered or the unreduced one, on one rank. For an all-to-all they are what
 the rank sends; for a `send` or `recv` between two ranks, the message.
 """
@@ -47,7 +47,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """The sizes of an optimizer step, which determine its collectives (`calls.py`) and its memory (`memory.py`).
+    """The sizes of an optimizer step, which determine its collectives (`features.py`) and its memory (`memory.py`).
 
     `rows` x `tokens`: a cp rank's part of a micro batch. `loss_chunks`: the tokens of each chunk of the loss.
     `..._bytes`: bytes of one number. `compiled`: layers are compiled. `gathers_again`: compiled layers may gather the

@@ -17,8 +17,8 @@ from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster, Span
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
-from fivefold.parallel.calls import calls, layer_calls
 from fivefold.parallel.collectives import Call, StepShape
+from fivefold.parallel.features import calls, layer_calls
 from fivefold.parallel.fsdp.spec import FsdpPlan, Unit, computes_in_copies
 from fivefold.parallel.layout import KEYS, Layout
 from fivefold.parallel.loss.spec import logit_bytes

@@ -16,9 +16,9 @@ from fivefold.core.optimizers import OPTIMIZERS, OptimizerFacts
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel import passes, plain
 from fivefold.parallel.balance.runtime import BalanceResult, dropped
-from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import Collective, StepShape, summed, total
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.features import calls
 from fivefold.parallel.loss.own import TokenLoss
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import norms, scale_

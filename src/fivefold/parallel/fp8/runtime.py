@@ -1,17 +1,61 @@
-"""Products of linears and experts in fp8, by role."""
+"""Products of linears and experts in fp8, by role; with delayed scaling by the history of `amax.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from fivefold.ops.linear import Products, Role
 from fivefold.parallel.fp8.amax import AmaxHistory
-from fivefold.parallel.fp8.delayed import Delayed
-from fivefold.parallel.fp8.matmul import Agree, Float8, Float8Grouped
-from fivefold.parallel.fp8.recipes import RECIPES, SPLIT_OVER, Dim, Recipe
+from fivefold.parallel.fp8.matmul import Agree, Float8, Float8Grouped, cast_to_fp8, scale_of
+from fivefold.parallel.fp8.recipes import OPERANDS, RECIPES, SPLIT_OVER, Cast, Dim, Operand, Product, Recipe
+from fivefold.parallel.fp8.weight import Rounded
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor.mappings import max_all
+
+
+class History(Protocol):
+    """Largest values of earlier steps, and a place to note those of this step."""
+
+    def note(self, rows: Sequence[int], operand: Operand, largest: Tensor) -> None: ...
+
+    def largest(self, row: int, operand: Operand) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class Delayed(Float8):
+    """`Float8` with history scales of whole tensors. `rows`: the places of the linears in `history`, in order."""
+
+    history: History
+    rows: tuple[int, ...]
+
+    def casts(
+        self, which: Product, a_MK: Sequence[Tensor], b_NK: Sequence[Tensor]
+    ) -> tuple[list[Rounded], list[Rounded]]:
+        """Cast the first operands with scales from their histories; without a history cast as `Float8` does."""
+        largest = self._known(OPERANDS[which][0], a_MK)
+        if largest is None:
+            return super().casts(which, a_MK, b_NK)
+        cast, _ = getattr(self.recipe, which)
+        return [_cast(x, cast, own) for x, own in zip(a_MK, largest, strict=True)], []
+
+    def _known(self, operand: Operand, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """Largest values of earlier steps, if all are known; notes those of now. All linears share the input."""
+        groups = [self.rows] if operand == "input" else [(row,) for row in self.rows]
+        found = []
+        for tensor, rows in zip(tensors, groups, strict=True):
+            now, before = tensor.detach().abs().amax(), self.history.largest(rows[0], operand)
+            self.history.note(rows, operand, now)
+            if before is not None:
+                found.append(before + 0.0 * now)  # NaN where `now` is not finite, which a cast would hide
+        return found if len(found) == len(groups) else None
+
+
+def _cast(x: Tensor, cast: Cast, largest: Tensor) -> Rounded:
+    scale = scale_of(largest.reshape(1, 1), cast, x)
+    return cast_to_fp8(x, cast, scale), scale
 
 
 def products(model: nn.Module, mesh: Mesh, amax: AmaxHistory) -> dict[Role, Callable[..., Products]]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.parallel.matrices.rounds import matrix_rounds
+from fivefold.parallel.matrices.spec import matrix_rounds
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.sharding import Region, numel
 

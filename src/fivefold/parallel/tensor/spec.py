@@ -1,4 +1,4 @@
-"""Tensor parallelism: edits of modules, and collectives between ranks. No torch."""
+"""Tensor parallelism: edits of modules, collectives between ranks, and elements that a rank saves. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from fivefold.parallel.graphs.spec import GraphPlan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.shard_rules import feature_blocks
 from fivefold.parallel.sharding import Block
-from fivefold.parallel.step import Step
+from fivefold.parallel.step import LayerNumbers, LayerStep, Step
 
 
 def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
@@ -185,3 +185,25 @@ def _gathers_again(plan: ParallelPlan, block: TPBlock, entry: TPInput) -> bool:
     layer = next((name for name in plan.placement.layers if is_within(block.row, [name])), None)
     shape = plan.step_shape(1, plan.layout.cp, 1)  # its sizes do not matter
     return layer is not None and plan.feature(GraphPlan).gathers_again(layer, entry, shape)
+
+
+def layer_numbers(step: LayerStep, numbers: LayerNumbers) -> LayerNumbers:
+    """Add the elements that the modules of a layer save on one of the tp ranks, which may be the only one.
+
+    If backward gathers the inputs of all column/row pairs again, forward saves none of them: backward recomputes this
+    rank's tokens from what the preceding norm saves, and has the gathered input.
+    """
+    layout, made = step.plan.layout, step.cost.kept(step.shape.compute_bytes, compiled=step.shape.compiled)
+    gathered = 0
+    if _gathers_all_again(step):
+        made, gathered = replace(made, entered=0.0), step.shape.hidden
+    saved = made.on_rank(layout.tp, sequence_parallel=step.plan.splits_sequence, expert_tp=layout.expert_tp)
+    return replace(numbers, saved=numbers.saved + saved, gathered=numbers.gathered + gathered)
+
+
+def _gathers_all_again(step: LayerStep) -> bool:
+    """True if backward gathers the inputs of all column/row pairs of a layer again."""
+    plan, graphs = step.plan, step.plan.feature(GraphPlan)
+    blocks = (block for block in plan.facts.partition.tp_blocks if is_within(block.row, [step.name]))
+    entries = [entry for block in blocks for entry in block.entries]
+    return bool(entries) and all(graphs.gathers_again(step.name, entry, step.shape) for entry in entries)

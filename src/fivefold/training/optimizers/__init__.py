@@ -2,7 +2,7 @@
 
 All other code asks the rule: what to build for a parallelized model, what one process computes, what a step must
 change. Facts that need no torch, its keys in the run file and its kinds of state, are in `core/optimizers.py`. The
-collectives of its step are in the plan (`parallel/calls.py`).
+collectives of its step are in the plan (`parallel/features.py`).
 """
 
 import importlib
