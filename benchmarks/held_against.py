@@ -155,7 +155,7 @@ def _subject(tried: Tried, config: PreTrainedConfig) -> dict[str, Any]:
     steps = [parity.batch_of(rows, layout, state_of(model).placement.data_rank) for rows in tried.documents]
     targets = sum(_targets(tried.documents[0]))
     with exact():
-        loss = training_step.gradients(model, steps[0], torch.tensor(1.0 / targets, dtype=torch.float64))
+        loss = parity.gradients(model, steps[0], torch.tensor(1.0 / targets, dtype=torch.float64))
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
         pieces = parity.pieces(model, gradients)
         optimizer.zero_grad(set_to_none=True)

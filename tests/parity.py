@@ -24,6 +24,7 @@ from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.experts import router_buffers
 from fivefold.models.sources import ModelTensors
+from fivefold.parallel import passes
 from fivefold.parallel.adapters import nf4
 from fivefold.parallel.adapters.facts import targets_of
 from fivefold.parallel.adapters.settings import Lora
@@ -254,6 +255,11 @@ def refusal(case: Case) -> str:
     return ""
 
 
+def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+    """Forward and backward of this rank's micro batches; their summed loss times `scale`."""
+    return passes.gradients(model, training_step.inputs_of_step(model, batch, scale))
+
+
 def on_rank(case: Case) -> dict[str, Any]:
     """Run the case on this rank; pieces of gradients and weights come back with their global regions."""
     model = build(case)
@@ -262,8 +268,8 @@ def on_rank(case: Case) -> dict[str, Any]:
     first = batch_of(documents(case, 0), case.parsed, state_of(model).placement.data_rank)
     targets = sum(len(d) - 1 for row in documents(case, 0) for d in row)
     with proof(case):
-        training_step.gradients(model, first, torch.tensor(1.0 / targets, dtype=torch.float64))
-    gradients = pieces(model, {name: gradient(p) for name, p in model.named_parameters()})
+        gradients(model, first, torch.tensor(1.0 / targets, dtype=torch.float64))
+    reduced = pieces(model, {name: gradient(p) for name, p in model.named_parameters()})
     optimizer.zero_grad(set_to_none=True)
     results = []
     for step in range(case.steps):
@@ -278,7 +284,7 @@ def on_rank(case: Case) -> dict[str, Any]:
     return {
         "losses": [r.loss for r in results],
         "norms": [r.grad_norm for r in results],
-        "gradients": gradients,
+        "gradients": reduced,
         "weights": pieces(model, dict(model.named_parameters())),
         "ran": total(found),
         "declared": by_group(training_step.declare(model, shape, optimizer=rule_for(case.options).facts), mesh.grid),

@@ -22,9 +22,8 @@ from fivefold.parallel.graphs.runtime import Compiled
 from fivefold.parallel.graphs.spec import GraphPlan
 from fivefold.parallel.state import state_of
 from fivefold.parallel.tensor.mappings import gather
-from fivefold.training.step import gradients
 from tests import parity
-from tests.parity import Case, batch_of, build, documents, gathered, gradient, hf_config, pieces, reference
+from tests.parity import Case, batch_of, build, documents, gathered, gradient, gradients, hf_config, pieces, reference
 from tests.pool import run_ranks
 from tests.rehearsal import fake_world
 from tests.tiers import put_off

@@ -12,7 +12,6 @@ from fivefold.models.build import build_meta
 from fivefold.models.sources import ModelTensors
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
-from fivefold.training.step import gradients
 from tests.generation.ranks import continue_greedily
 from tests.generation.test_decode import hf_greedy
 from tests.models.test_partition import LLAMA4
@@ -26,6 +25,7 @@ from tests.parity import (
     build,
     documents,
     gathered,
+    gradients,
     hf_config,
     pieces,
     reference_model,

@@ -18,12 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.models.forwards import head_only
 from fivefold.parallel.collectives import CACHE_BYTES, MOST_BYTES, chunk_sizes
-from fivefold.parallel.loss.runtime import EAGER, IGNORE, CompiledKernels, Kernels, chunked_loss
+from fivefold.parallel.loss.runtime import EAGER, IGNORE, CompiledKernels, Kernels, SummedLoss, softmax_chunks
 from fivefold.parallel.sharding import split_even
 from fivefold.parallel.state import state_of
 from fivefold.parallel.tensor.runtime import TensorParallel
-from fivefold.training.step import gradients
-from tests.parity import Case, batch_of, build
+from tests.parity import Case, batch_of, build, gradients
 from tests.pool import run_ranks
 from tests.tiers import put_off
 
@@ -91,11 +90,32 @@ def chunked(
     leaves = [t.requires_grad_() for t in (hidden, weight, *([bias] if head.bias else []))]
     sizes = chunk_sizes(TOKENS, len(weight), HIDDEN, chunks)
     scale = torch.tensor(SCALE, dtype=torch.float64)
-    loss = chunked_loss(
-        lambda h: head.logits(h, weight, bias if head.bias else None), hidden, label, leaves[1:], sizes, fold, scale,
+    loss = summed(
+        lambda h: head.logits(h, weight, bias if head.bias else None),
+        hidden,
+        label,
+        leaves[1:],
+        sizes,
+        fold,
+        scale,
         kernels=kernels,
-    )  # fmt: skip
+    )
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def summed(
+    logits_of: Any,
+    hidden: Tensor,
+    label: Tensor,
+    parameters: list[Tensor],
+    sizes: tuple[int, ...],
+    fold: TensorParallel = ALONE,
+    scale: Tensor | None = None,
+    kernels: Kernels = EAGER,
+) -> Tensor:
+    """The summed cross entropy, as a task of the head computes it."""
+    chunks = softmax_chunks(label.reshape(-1), None, None, sizes, fold, kernels)
+    return SummedLoss.apply(logits_of, chunks, scale, torch.is_grad_enabled(), hidden, *parameters)
 
 
 def errors(found: list[Tensor], truth: list[Tensor]) -> list[float]:
@@ -161,7 +181,7 @@ def test_logits_that_backward_needs_are_not_overwritten(last: str, kernels: Kern
         return torch.tanh(F.linear(h, weight, bias))[..., cut]
 
     truth = F.cross_entropy(logits_of(hidden)[0], label[0], ignore_index=IGNORE, reduction="sum")
-    found = chunked_loss(logits_of, hidden, label, [weight, bias], (11, 18), ALONE, kernels=kernels)
+    found = summed(logits_of, hidden, label, [weight, bias], (11, 18), kernels=kernels)
     both = [[loss.detach(), *torch.autograd.grad(loss, leaves)] for loss in (found, truth)]
     assert max(errors(*both)) < 1e-13
 
@@ -169,7 +189,7 @@ def test_logits_that_backward_needs_are_not_overwritten(last: str, kernels: Kern
 def test_without_gradients_only_the_sum_remains() -> None:
     hidden, weight, bias, label = inputs(torch.float64)
     with torch.no_grad():
-        found = chunked_loss(lambda h: F.linear(h, weight, bias), hidden, label, [weight, bias], (11, 18), ALONE)
+        found = summed(lambda h: F.linear(h, weight, bias), hidden, label, [weight, bias], (11, 18))
     expected = F.cross_entropy(F.linear(hidden, weight, bias)[0], label[0], ignore_index=IGNORE, reduction="sum")
     assert float(found) == pytest.approx(float(expected), rel=1e-13) and not found.requires_grad
 
@@ -219,7 +239,7 @@ def test_soft_caps_and_scales_of_the_model_survive() -> None:
     hidden.requires_grad_()
     with head_only(model, SimpleNamespace(base="body")) as logits_of:
         sizes = chunk_sizes(TOKENS, VOCABULARY, HIDDEN, 3)
-        loss = chunked_loss(logits_of, hidden, label, list(model.out.parameters()), sizes, ALONE, torch.tensor(SCALE))
+        loss = summed(logits_of, hidden, label, list(model.out.parameters()), sizes, scale=torch.tensor(SCALE))
         found = [loss.detach(), *torch.autograd.grad(loss, [hidden, *model.out.parameters()])]
     assert max(errors(found, plain(torch.float64, "mixed", CAPPED))) < 1e-7  # `scale` is given in fp32 here
     assert errors(plain(torch.float64, "mixed", PLAIN), plain(torch.float64, "mixed", CAPPED))[0] > 1e-2

@@ -17,10 +17,10 @@ from fivefold.core.errors import UserError
 from fivefold.data.batch import IGNORE
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.loss import runtime as losses
 from fivefold.parallel.loss.own import LossRow, TokenLoss
+from fivefold.parallel.loss.runtime import EAGER
 from fivefold.parallel.loss.spec import OWN_LOSS_COPIES, logit_bytes
-from fivefold.parallel.loss.tasks import Head
+from fivefold.parallel.loss.tasks import CrossEntropy, Head, OwnLoss
 from fivefold.parallel.lower import lower
 from fivefold.parallel.tensor.runtime import TensorParallel
 from fivefold.verification.reference import Reference
@@ -144,15 +144,16 @@ def test_tokens_without_a_target_are_left_out_and_have_no_gradient() -> None:
         return nll(logits, labels, row)
 
     loss = TokenLoss(strict)
-    total, gradient = loss.of_chunk(labels, row, logits, overwrite=False, scale=torch.tensor(0.25).double(), fold=ALONE)
+    losses, gradient = loss.of_chunk(labels, row, logits, torch.full((TOKENS,), 0.25).double(), fold=ALONE)
     leaf = logits[0].clone().requires_grad_()
     expected = 0.25 * F.cross_entropy(leaf, labels, reduction="sum", ignore_index=IGNORE)
     expected.backward()
-    assert torch.allclose(total, expected.detach(), rtol=1e-14)
+    assert torch.allclose(0.25 * losses.sum(), expected.detach(), rtol=1e-14)
     assert leaf.grad is not None and torch.allclose(gradient[0], leaf.grad, rtol=0, atol=1e-15)
     assert (gradient[0, ::3] == 0).all()
-    nothing, zeros = loss.of_chunk(torch.full_like(labels, IGNORE), row, logits, overwrite=True, scale=None, fold=ALONE)
-    assert nothing == 0 and (zeros == 0).all()
+    no_labels = torch.full_like(labels, IGNORE)
+    nothing, zeros = loss.of_chunk(no_labels, row, logits, torch.zeros(TOKENS), overwrite=True, fold=ALONE)
+    assert len(nothing) == 0 and (zeros == 0).all()
 
 
 def test_cross_entropy_written_by_a_user_is_that_of_the_library() -> None:
@@ -162,33 +163,23 @@ def test_cross_entropy_written_by_a_user_is_that_of_the_library() -> None:
     weight = torch.randn(VOCABULARY, 7, dtype=torch.float64, requires_grad=True)
     labels, row = tokens()
     sizes = (5, 5, 3)
-    parts = zip(labels.split(sizes), row.split(sizes), strict=True)
-    chunks = [
-        lambda logits, overwrite, part=part: TokenLoss(nll).of_chunk(
-            *part, logits, overwrite=overwrite, scale=None, fold=ALONE
-        )
-        for part in parts
-    ]
-    own = losses.summed_chunks(lambda h: F.linear(h, weight), hidden, [weight], sizes, chunks)
-    built_in = losses.chunked_loss(lambda h: F.linear(h, weight), hidden, labels[None], [weight], sizes, ALONE)
+    head = Head(lambda h: F.linear(h, weight), hidden, [weight], VOCABULARY, 3, ALONE, Mock(cut=lambda x: x), EAGER)
+    assert head.sizes(VOCABULARY) == sizes
+    own, built_in = OwnLoss(TokenLoss(nll), labels[None], row)(head), CrossEntropy(labels[None])(head)
     for found, expected in zip(*(torch.autograd.grad(loss, [hidden, weight]) for loss in (own, built_in)), strict=True):
         assert torch.allclose(found, expected, rtol=0, atol=1e-13)
 
 
-def test_chunks_are_as_large_as_the_whole_vocabulary_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_as_large_as_the_whole_vocabulary_allows() -> None:
     """Those of a plan, on each of two tensor parallel ranks that have half of it."""
     plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse("tp2"), 0)
     half, tokens = plan.vocabulary, 4096
     fold = TensorParallel(None, 0, 2, False, ((0, half), (half, 2 * half)))
     hidden, labels = torch.empty(1, tokens, plan.facts.hidden_size, device="meta"), torch.zeros(1, tokens).long()
-    seen = list[tuple[int, ...]]()
-    monkeypatch.setattr(
-        losses, "summed_chunks", lambda logits_of, hidden, parameters, sizes, chunks: seen.append(sizes)
-    )
     head = Head(lambda h: h, hidden, [], half, None, fold, Mock(), Mock())
-    head.own_loss(TokenLoss(nll), labels, LossRow(labels, labels), None)
+    chunks = head.own_chunks(TokenLoss(nll), labels, LossRow(labels, labels))
     planned = plan.step_shape(1, tokens, 1, whole_logits=True)
-    assert seen == [planned.loss_chunks]
+    assert tuple(len(chunk.labels) for chunk in chunks) == planned.loss_chunks
     assert max(planned.loss_chunks) < max(plan.step_shape(1, tokens, 1).loss_chunks)
     more = logit_bytes(plan, planned) - logit_bytes(plan, replace(planned, whole_logits=False))
     assert more > (OWN_LOSS_COPIES - 1) * 4 * max(planned.loss_chunks) * 2 * half
@@ -228,5 +219,5 @@ def test_a_chunk_takes_the_memory_that_a_plan_counts() -> None:
     logits = torch.randn(1, *size, dtype=torch.bfloat16)
     fold = TensorParallel(None, 0, 1, False, ((0, size[1]),))
     with Living() as living:
-        TokenLoss(nll).of_chunk(labels, LossRow(labels, labels), logits, overwrite=True, scale=None, fold=fold)
+        TokenLoss(nll).of_chunk(labels, LossRow(labels, labels), logits, torch.ones(256), overwrite=True, fold=fold)
     assert OWN_LOSS_COPIES - 1 < living.most / (4 * logits.numel()) <= OWN_LOSS_COPIES

@@ -17,7 +17,7 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
-from fivefold.training.step import gradients, train_step
+from fivefold.training.step import train_step
 from fivefold.verification.reference import Reference
 from tests.parity import (
     OPTIONS,
@@ -25,6 +25,7 @@ from tests.parity import (
     Outcome,
     batch_of,
     documents,
+    gradients,
     hf_config,
     on_rank,
     outcome,

@@ -10,8 +10,8 @@ import torch
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
-from fivefold.training.step import gradients, train_step
-from tests.parity import OPTIONS, Case, build, build_optimizer, gathered, pieces, reference_model
+from fivefold.training.step import train_step
+from tests.parity import OPTIONS, Case, build, build_optimizer, gathered, gradients, pieces, reference_model
 from tests.pool import run_ranks
 from tests.tiers import put_off
 

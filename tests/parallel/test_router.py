@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from fivefold.parallel.experts.runtime import _arguments
 from fivefold.parallel.state import state_of
-from fivefold.training.step import gradients
-from tests.parity import Case, batch_of, build, documents
+from tests.parity import Case, batch_of, build, documents, gradients
 from tests.pool import run_ranks
 from tests.tiers import put_off
 

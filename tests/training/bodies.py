@@ -195,17 +195,16 @@ def _unsaved(step: int, error: type[Exception]) -> Iterator[None]:
 @contextmanager
 def _poisoned(nan_loss: Collection[int], inf_gradient: Collection[int]) -> Iterator[None]:
     """On the last rank alone: the others must learn of it."""
-    plain, calls, last = step_module.gradients, 0, dist.get_rank() == dist.get_world_size() - 1
+    plain, calls, last = step_module._end, 0, dist.get_rank() == dist.get_world_size() - 1
 
-    def gradients(model: Any, *args: Any) -> torch.Tensor:
+    def end(model: Any, begun: Any, loss: torch.Tensor) -> Any:
         nonlocal calls
         calls += 1
-        loss = plain(model, *args)
         if last and calls in inf_gradient:
             local(model.lm_head.weight.grad)[-1, -1] = inf
-        return loss * nan if last and calls in nan_loss else loss
+        return plain(model, begun, loss * nan if last and calls in nan_loss else loss)
 
-    with patch.object(step_module, "gradients", gradients):
+    with patch.object(step_module, "_end", end):
         yield
 
 

@@ -5,6 +5,7 @@ Every model runs in the stages of a pipeline. Without pipeline parallelism it ha
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -50,17 +51,24 @@ class Inputs:
 # ---- steps and micro batches -----------------------------------------------------------------------------------------
 
 
-def gradients(model: Any, batch: Sequence[Inputs], *, rows: int) -> Tensor:
+def gradients(model: Any, batch: Sequence[Inputs], *, rows: int | None = None, drops: bool = True) -> Tensor:
     """Run forward and backward of the micro batches of a step; gradients end up reduced. Returns the sum of their
-    losses, fp64: 0 on pipeline ranks that do not have it. `rows`: of the global batch, for the balance of experts."""
+    losses, fp64: 0 on pipeline ranks that do not have it.
+
+    `rows`: of the global batch, for the balance of experts (None: every data rank has as many as this one). `drops`:
+    False for an objective on pairs, which compares two passes of the model, without dropout in either (as TRL's
+    `disable_dropout` has it).
+    """
     state = state_of(model)
-    if not state.balance.is_begun:
-        state.balance.begin_step(rows)
-    with state.scales.history.recording(), state.guard.library():
+    if rows is None:
+        rows = state.plan.layout.data_ranks * sum(len(inputs.input_ids) for inputs in batch)
+    state.balance.begin_step(rows)
+    dropping = nullcontext() if drops else state.dropout.off()
+    with state.scales.history.recording(), state.guard.library(), dropping:
         state.scales.begin_passes()
-        found = pipeline.run(model, state.pipeline, batch)
+        loss = pipeline.run(model, state.pipeline, batch)
     tensor.sum_partial_gradients(state.partial_gradients, state.mesh)
-    return found
+    return loss
 
 
 def loss(model: Any, inputs: Inputs) -> Tensor:
@@ -137,12 +145,11 @@ def run_stage(model: Any, inputs: Inputs, stage: int, hidden: Tensor | None, *, 
             return given_out()
         entered, parameters = state.tensor.enter(out.last_hidden_state), parameters_after_base(model, anatomy)
         with state.chunked_head(), head_only(model, anatomy) as logits_of:
-            return inputs.task(
-                Head(
-                    logits_of, entered, parameters, state.plan.vocabulary, loss_chunks, state.tensor, state.context,
-                    state.loss_kernels,
-                )
-            )  # fmt: skip
+            chunks, kernels = loss_chunks, state.loss_kernels
+            head = Head(
+                logits_of, entered, parameters, state.plan.vocabulary, chunks, state.tensor, state.context, kernels
+            )
+            return inputs.task(head)
 
 
 def stage_logits(model: Any, stage: int, hidden: Tensor | None, *, logits_to_keep: int, **inputs: Any) -> Tensor:

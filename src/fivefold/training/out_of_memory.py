@@ -54,7 +54,8 @@ _PHASES = (
     ("training/checks/part.py", "after_step", "the standing checks"),
     ("torch/autograd/", "backward", "backward"),
     ("torch/autograd/", "_engine_run_backward", "backward"),
-    ("training/step.py", "gradients", "forward"),
+    ("parallel/passes.py", "gradients", "forward"),
+    ("training/step.py", "inputs_of_step", "forward"),
     ("training/step.py", "train_step", "the optimizer"),
     ("parallel/apply.py", "parallelize", "building the model"),
 )

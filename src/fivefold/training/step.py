@@ -3,7 +3,6 @@ loss alone, by the same passes."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import isfinite, nan, sqrt
 from typing import Any
@@ -71,7 +70,10 @@ def train_step(
     state = state_of(model)
     if loss:
         loss.not_finite = None  # of this step alone
-    done = _forward_backward(model, batch, stop, spec, loss)
+    begun = _begin(model, batch, stop, spec)
+    inputs = inputs_of_step(model, batch, begun.scale, begun.pairs, loss)
+    done = _end(model, begun, passes.gradients(model, inputs, rows=begun.rows, drops=not begun.pairs))
+    del inputs  # or they would stay in memory beside the update
     summed, *squares = read(all_reduce_sum(torch.cat([done.loss.reshape(1), _squared_norms(model)])))
     norms = [_root(square) for square in squares]
     norm = _root(sum(squares) / len(squares))
@@ -88,9 +90,17 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     reasons = plain.everywhere(loss.why()) if loss and skipped else []
     return StepResult(
-        summed, norm, done.tokens, done.targets, done.squared_lengths, skipped, done.stops > 0, done.balance,
-        done.metrics, next(filter(None, reasons), ""),
-    )  # fmt: skip
+        loss=summed,
+        grad_norm=norm,
+        tokens=begun.tokens,
+        targets=begun.targets,
+        squared_lengths=begun.squared_lengths,
+        skipped=skipped,
+        stop=begun.stops > 0,
+        balance=done.balance,
+        metrics=done.metrics,
+        why=next(filter(None, reasons), ""),
+    )
 
 
 def accumulate(
@@ -101,7 +111,9 @@ def accumulate(
     earlier = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     for parameter, _ in earlier:
         parameter.grad = None  # already summed over ranks; the reduction below must not sum them again
-    done = _forward_backward(model, batch, spec=spec, loss=loss)
+    begun = _begin(model, batch, spec=spec)
+    inputs = inputs_of_step(model, batch, begun.scale, begun.pairs, loss)
+    done = _end(model, begun, passes.gradients(model, inputs, rows=begun.rows, drops=not begun.pairs))
     state_of(model).scales.history.end_step()
     state_of(model).dropout.step += 1
     for parameter, gradient in earlier:
@@ -110,66 +122,78 @@ def accumulate(
 
 
 @dataclass(frozen=True)
-class _Done:
-    """The result of forward and backward of a global batch. `loss`: this rank's share, fp64; NaN without targets."""
+class _Begun:
+    """What is known of a step before its passes: counts over all ranks. `pairs`: of each micro batch, if the objective
+    has pairs. `total`: by which the loss sum is divided, as `scale` has it."""
 
-    loss: Tensor
     targets: int
     tokens: int
     squared_lengths: int
+    rows: int
     stops: int
-    balance: BalanceResult
-    metrics: Mapping[str, float]
+    spec: ObjectiveSpec | None
+    pairs: list[Pairs]
+    total: float
+    scale: Tensor
 
 
-def _forward_backward(
-    model: Any, batch: Sequence[MicroBatch], stop: bool = False, spec: ObjectiveSpec | None = None,
-    loss: TokenLoss | None = None,
-) -> _Done:  # fmt: skip
-    """Count over all ranks, then run every micro batch; gradients end up summed."""
+def _begin(model: Any, batch: Sequence[MicroBatch], stop: bool = False, spec: ObjectiveSpec | None = None) -> _Begun:
+    """Count over all ranks, and read the pairs of an objective on them."""
     state = state_of(model)
     device = next(model.parameters()).device
     targets, tokens, squared, rows, stops = _count(batch, state, device, stop).tolist()
     total = targets if spec is None else divisor(model, batch, spec)
-    # Before `balance.begin_step`: routers must count the trained passes only.
-    pairs_by_batch = [] if spec is None else pairs_of_step(model, batch, spec)
+    pairs = [] if spec is None else pairs_of_step(model, batch, spec)
     # The mean of the gradients of replicas that train apart is the gradient of the global batch.
     copies = state.plan.layout.copies_apart
     scale = torch.tensor(copies / total if total else 1.0, dtype=torch.float64, device=device)
-    state.balance.begin_step(rows)
-    found = gradients(model, batch, scale, pairs_by_batch, loss)
-    balance = state.balance.end_step()
-    if not state.placement.owns_loss:
-        found.zero_()
-    metrics: Mapping[str, float] = {}
-    if spec is not None and pairs_by_batch:
-        # The weighted cross entropy has the objective's gradient, but not its value.
-        own, metrics = outcome(model, pairs_by_batch, spec.objective)
-        found = own * scale
-    found = found if copies == 1 else found / copies
-    if not total:
-        found.fill_(float("nan"))  # like cross entropy over no targets
-    return _Done(found, targets, tokens, squared, stops, balance, metrics)
+    return _Begun(targets, tokens, squared, rows, stops, spec, pairs, total, scale)
 
 
-def gradients(
-    model: Any, batch: Sequence[MicroBatch], scale: Tensor, pairs_by_batch: Sequence[Pairs] = (),
+def inputs_of_step(
+    model: Any,
+    batch: Sequence[MicroBatch],
+    scale: Tensor,
+    pairs: Sequence[Pairs] = (),
     loss: TokenLoss | None = None,
-) -> Tensor:  # fmt: skip
-    """Run forward and backward of every micro batch; gradients end up reduced. `pairs_by_batch`: of each micro batch,
-    or none. `loss`: one of the user's own. Returns the scaled loss sum, fp64."""
+) -> list[passes.Inputs]:
+    """Copy this rank's micro batches of a step to its device; their losses are multiplied by `scale`. `pairs`: of each
+    micro batch, or none. `loss`: one of the user's own."""
     device, state = next(model.parameters()).device, state_of(model)
     ranks, rank = state.plan.layout.data_ranks, state.placement.data_rank
-    rows = sum(len(part.input_ids) for part in batch) * ranks
-    weights = [pairs.weights for pairs in pairs_by_batch] if pairs_by_batch else [None] * len(batch)
+    weights = [each.weights for each in pairs] if pairs else [None] * len(batch)
     before = itertools.accumulate([0, *(len(micro.input_ids) for micro in batch)])  # rows of this rank
-    inputs = [
+    return [
         to_device(micro, device, scale, weigh=weigh, loss=loss, first_row=earlier * ranks + rank * len(micro.input_ids))
         for micro, weigh, earlier in zip(batch, weights, before, strict=False)
     ]
-    # An objective on pairs compares two passes of the model, which drop nothing (as TRL's `disable_dropout` has it).
-    with state.dropout.off() if pairs_by_batch else nullcontext():
-        return passes.gradients(model, inputs, rows=rows)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """The result of the passes of a step. `loss`: this rank's share, fp64; NaN without targets."""
+
+    loss: Tensor
+    balance: BalanceResult
+    metrics: Mapping[str, float]
+
+
+def _end(model: Any, begun: _Begun, loss: Tensor) -> _Done:
+    """The result of passes with this summed `loss`; gradients are summed already."""
+    state = state_of(model)
+    balance = state.balance.end_step()
+    if not state.placement.owns_loss:
+        loss.zero_()
+    metrics: Mapping[str, float] = {}
+    if begun.spec is not None and begun.pairs:
+        # The weighted cross entropy has the objective's gradient, but not its value.
+        own, metrics = outcome(model, begun.pairs, begun.spec.objective)
+        loss = own * begun.scale
+    copies = state.plan.layout.copies_apart
+    loss = loss if copies == 1 else loss / copies
+    if not begun.total:
+        loss.fill_(nan)  # like cross entropy over no targets
+    return _Done(loss, balance, metrics)
 
 
 def _count(batch: Sequence[MicroBatch], state: ParallelState, device: torch.device, stop: bool) -> Tensor:
@@ -178,9 +202,8 @@ def _count(batch: Sequence[MicroBatch], state: ParallelState, device: torch.devi
 
     Ranks that share rows count them once.
     """
-    counts = (
-        sum(b.targets for b in batch), sum(b.tokens for b in batch), squared_lengths(batch), sum(map(_rows, batch)),
-    )  # fmt: skip
+    targets, tokens = sum(b.targets for b in batch), sum(b.tokens for b in batch)
+    counts = targets, tokens, squared_lengths(batch), sum(map(_rows, batch))
     mine = counts if state.placement.is_first_of_row else (0, 0, 0, 0)
     return all_reduce_sum(torch.tensor((*mine, int(stop)), dtype=torch.int64, device=device))
 
@@ -309,5 +332,5 @@ def step_shape(
 def declare(model: Any, shape: StepShape, *, optimizer: OptimizerFacts = OPTIMIZERS["adamw"]) -> tuple[Collective, ...]:
     """Every collective of `train_step` on this rank: the plan's, less the rows dropped for capacity in the last one."""
     state = state_of(model)
-    found = summed(calls(state.plan, replace(shape, optimizer=optimizer)))
-    return total([*found, *dropped(state.balance, shape, state.placement.layers)])
+    planned = summed(calls(state.plan, replace(shape, optimizer=optimizer)))
+    return total([*planned, *dropped(state.balance, shape, state.placement.layers)])

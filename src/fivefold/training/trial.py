@@ -13,13 +13,14 @@ import torch
 
 from fivefold.config import RunConfig
 from fivefold.launch.world import World
+from fivefold.parallel import passes
 from fivefold.parallel.state import state_of
 from fivefold.training import header, preflight
 from fivefold.training.display import Line
 from fivefold.training.out_of_memory import advised
 from fivefold.training.part import LiveRun, Part
 from fivefold.training.peak_memory import PeakMemory
-from fivefold.training.step import all_reduce_sum, gradients, squared_norm
+from fivefold.training.step import all_reduce_sum, inputs_of_step, squared_norm
 
 ROUNDS = 2  # micro batches of a step without a pipeline: the second one runs while the first one's gradients exist
 
@@ -69,8 +70,9 @@ def _step(run: LiveRun) -> None:
     """Run the next step without its update: forward, backward and the norm."""
     state, batch = state_of(run.model), run.batch(run.step)
     rounds = batch[:ROUNDS] if state.placement.stages.count == 1 else batch  # a pipeline has many in flight
-    scale = 1.0 / max(sum(round_.targets for round_ in rounds), 1)
-    gradients(run.model, rounds, torch.tensor(scale, dtype=torch.float64, device=run.world.device), loss=run.specs.loss)
+    targets = max(sum(round_.targets for round_ in rounds), 1)
+    scale = torch.tensor(1.0 / targets, dtype=torch.float64, device=run.world.device)
+    passes.gradients(run.model, inputs_of_step(run.model, rounds, scale, loss=run.specs.loss))
     state.balance.end_step()
     all_reduce_sum(squared_norm(run.model))
 

@@ -395,7 +395,7 @@ class Proof:
         batch = self._batch(0)
         scale = torch.tensor(1.0 / self.case.targets(0), dtype=torch.float64, device=self._device)
         with exactly(self.layout.precision):
-            loss = training.gradients(self.model, batch, scale, loss=self.loss)
+            loss = passes.gradients(self.model, training.inputs_of_step(self.model, batch, scale, loss=self.loss))
         if not self.state.placement.owns_loss:
             loss.zero_()
         dist.all_reduce(loss)

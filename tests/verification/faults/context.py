@@ -123,15 +123,15 @@ def labels_cut_before_the_shift() -> Any:
     expects=[("loss", "")],
 )
 def loss_is_a_mean_of_means_over_cp() -> Any:
-    plain = step.gradients
+    plain = step.inputs_of_step
 
-    def gradients(model: Any, batch: Any, scale: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def inputs_of_step(model: Any, batch: Any, scale: Tensor, *rest: Any, **options: Any) -> Any:
         fold = state_of(model).context
         assert fold is not None
         mine = sum(int((fold.cut(torch.from_numpy(each.labels)) != IGNORE).sum()) for each in batch)
         return plain(model, batch, torch.tensor(1.0 / (mine * fold.size), dtype=scale.dtype), *rest, **options)
 
-    return patch.object(step, "gradients", gradients)
+    return patch.object(step, "inputs_of_step", inputs_of_step)
 
 
 # ---- what attention sees ---------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from fivefold.data import batch
 from fivefold.data.batch import IGNORE
 from fivefold.parallel import passes
 from fivefold.parallel.loss import runtime as loss
+from fivefold.parallel.loss import tasks
 from fivefold.parallel.tensor.runtime import TensorParallel
 from fivefold.training import step
 from fivefold.verification import proof_case
@@ -23,9 +24,16 @@ LOSS = [("loss", r"")]
 
 
 def _cross_entropy(instead: Callable[..., Any]) -> Any:
-    """The cross entropy is `instead(plain, logits, softmax, fold, ...)`."""
-    plain = loss._cross_entropy
-    return patch.object(loss, "_cross_entropy", lambda *args, **options: instead(plain, *args, **options))
+    """The cross entropy is `instead(plain, logits, fold)`."""
+    softmax_losses = loss.softmax_losses
+
+    def losses(labels_N: Tensor, soft: Any, logits: Tensor, factor_N: Any, *, fold: Any, **options: Any) -> Any:
+        def plain(logits: Tensor, fold: Any) -> Any:
+            return softmax_losses(labels_N, soft, logits, factor_N, fold=fold, **options)
+
+        return instead(plain, logits, fold)
+
+    return patch.object(loss, "softmax_losses", losses)
 
 
 def _all_reduce(instead: Callable[..., None]) -> Any:
@@ -44,9 +52,8 @@ def _all_reduce(instead: Callable[..., None]) -> Any:
     expects=LOSS,
 )
 def offset_of_the_vocabulary_ignored() -> Any:
-    def cross_entropy(plain: Any, logits: Tensor, asked: Any, fold: Any, *rest: Any, **options: Any) -> Any:
-        shifted = replace(fold, vocabulary=tuple((0, stop - start) for start, stop in fold.vocabulary))
-        return plain(logits, asked, shifted, *rest, **options)
+    def cross_entropy(plain: Any, logits: Tensor, fold: Any) -> Any:
+        return plain(logits, replace(fold, vocabulary=tuple((0, stop - start) for start, stop in fold.vocabulary)))
 
     return _cross_entropy(cross_entropy)
 
@@ -88,9 +95,9 @@ def sum_of_exponentials_not_shared() -> Any:
     expects=LOSS,
 )
 def padded_columns_join_the_softmax() -> Any:
-    def cross_entropy(plain: Any, logits: Tensor, asked: Any, fold: Any, *rest: Any, **options: Any) -> Any:
+    def cross_entropy(plain: Any, logits: Tensor, fold: Any) -> Any:
         longest = max(stop - start for start, stop in fold.vocabulary)
-        found, grad = plain(F.pad(logits, (0, longest - logits.shape[-1])), asked, fold, *rest, **options)
+        found, grad = plain(F.pad(logits, (0, longest - logits.shape[-1])), fold)
         return found, grad[..., : logits.shape[-1]].contiguous()
 
     return _cross_entropy(cross_entropy)
@@ -103,7 +110,7 @@ def padded_columns_join_the_softmax() -> Any:
     expects=LOSS,
 )
 def logits_rounded() -> Any:
-    return _cross_entropy(lambda plain, logits, *rest, **options: plain(_rounded(logits), *rest, **options))
+    return _cross_entropy(lambda plain, logits, fold: plain(_rounded(logits), fold))
 
 
 def _rounded(values: Tensor) -> Tensor:
@@ -149,14 +156,14 @@ class _Entered:
     expects=LOSS,
 )
 def last_chunk_dropped() -> Any:
-    plain = loss.chunked_loss
+    plain = tasks.Head.softmax_chunks
 
-    def chunked(logits_of: Any, hidden: Tensor, labels_BT: Tensor, *rest: Any) -> Tensor:
+    def chunks(head: Any, labels_BT: Tensor, *rest: Any) -> Any:
         kept = labels_BT.clone()
         kept.view(-1)[-labels_BT.numel() // 3 :] = IGNORE
-        return plain(logits_of, hidden, kept, *rest)
+        return plain(head, kept, *rest)
 
-    return patch.object(loss, "chunked_loss", chunked)
+    return patch.object(tasks.Head, "softmax_chunks", chunks)
 
 
 @fault(
@@ -278,13 +285,13 @@ def head_gradient_of_a_tied_embedding_lost() -> Any:
     expects=[("gradient, raw", r"embed_tokens")],
 )
 def head_gradient_of_a_tied_embedding_doubled() -> Any:
-    plain = loss._ChunkedLoss.backward
+    plain = loss.SummedLoss.backward
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         given = plain(ctx, *grads)
-        return (*given[:4], *(each if each is None else 2 * each for each in given[4:]))  # of parameters alone
+        return (*given[:5], *(each if each is None else 2 * each for each in given[5:]))  # of parameters alone
 
-    return patch.object(loss._ChunkedLoss, "backward", staticmethod(backward))
+    return patch.object(loss.SummedLoss, "backward", staticmethod(backward))
 
 
 @fault(

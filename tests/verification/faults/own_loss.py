@@ -67,15 +67,15 @@ def gradient_of_the_first_columns() -> Any:
     plain = TokenLoss.of_chunk
 
     def of_chunk(loss: Any, *given: Any, fold: Any, **options: Any) -> Any:
-        total, gradient = plain(loss, *given, fold=fold, **options)
+        losses, gradient = plain(loss, *given, fold=fold, **options)
         first = gradient.clone()
         if dist.get_rank() == 0:
             dist.broadcast(first, 0)
-            return total, gradient
+            return losses, gradient
         width = fold.vocabulary[0][1]
         first = gradient.new_empty(*gradient.shape[:-1], width)
         dist.broadcast(first, 0)
-        return total, first[..., : gradient.shape[-1]].contiguous()
+        return losses, first[..., : gradient.shape[-1]].contiguous()
 
     return patch.object(TokenLoss, "of_chunk", of_chunk)
 
@@ -89,8 +89,8 @@ def gradient_of_gathered_logits_summed() -> Any:
     plain = TokenLoss.of_chunk
 
     def of_chunk(loss: Any, *given: Any, fold: Any, **options: Any) -> Any:
-        total, gradient = plain(loss, *given, fold=fold, **options)
-        return total, gradient * fold.size
+        losses, gradient = plain(loss, *given, fold=fold, **options)
+        return losses, gradient * fold.size
 
     return patch.object(TokenLoss, "of_chunk", of_chunk)
 
@@ -162,8 +162,8 @@ def losses_are_a_mean_over_the_chunk() -> Any:
 
     def of_chunk(loss: Any, labels_N: Tensor, *given: Any, **options: Any) -> Any:
         targets = max(1, int((labels_N != IGNORE).sum()))
-        total, gradient = plain(loss, labels_N, *given, **options)
-        return total / targets, gradient / targets
+        losses, gradient = plain(loss, labels_N, *given, **options)
+        return losses / targets, gradient / targets
 
     return patch.object(TokenLoss, "of_chunk", of_chunk)
 
@@ -176,9 +176,8 @@ def losses_are_a_mean_over_the_chunk() -> Any:
 def gradient_without_its_scale() -> Any:
     plain = TokenLoss.of_chunk
 
-    def of_chunk(loss: Any, *given: Any, scale: Any, **options: Any) -> Any:
-        total, gradient = plain(loss, *given, scale=None, **options)
-        return total * scale, gradient
+    def of_chunk(loss: Any, labels: Tensor, row: Any, logits: Tensor, factor: Any, **options: Any) -> Any:
+        return plain(loss, labels, row, logits, factor if factor is None else torch.ones_like(factor), **options)
 
     return patch.object(TokenLoss, "of_chunk", of_chunk)
 
@@ -216,11 +215,11 @@ def evaluated_by_cross_entropy() -> Any:
     layout="tp2", expects=LOSS, model=OWN,
 )  # fmt: skip
 def last_chunk_of_the_function_dropped() -> Any:
-    plain = Head.own_loss
+    plain = Head.own_chunks
 
-    def own_loss(head: Any, loss: Any, labels_BT: Tensor, *given: Any) -> Tensor:
+    def chunks(head: Any, loss: Any, labels_BT: Tensor, row: Any) -> Any:
         kept = labels_BT.clone()
         kept.view(-1)[-labels_BT.numel() // 3 :] = IGNORE
-        return plain(head, loss, kept, *given)
+        return plain(head, loss, kept, row)
 
-    return patch.object(Head, "own_loss", own_loss)
+    return patch.object(Head, "own_chunks", chunks)

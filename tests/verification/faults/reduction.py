@@ -22,16 +22,16 @@ from tests.verification.faults.fault import fault
 REDUCED = [("gradient, reduced", r"")]
 
 
-def _gradients(after: Callable[[Any, Sequence[MicroBatch]], None]) -> Any:
+def _gradients(after: Callable[[Any, Sequence[passes.Inputs]], None]) -> Any:
     """`after(model, batch)` happens when gradients are there."""
-    plain = step.gradients
+    plain = passes.gradients
 
-    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, *rest: Any, **options: Any) -> Tensor:
-        found = plain(model, batch, scale, *rest, **options)
+    def gradients(model: Any, batch: Sequence[passes.Inputs], **options: Any) -> Tensor:
+        loss = plain(model, batch, **options)
         after(model, batch)
-        return found
+        return loss
 
-    return patch.object(step, "gradients", gradients)
+    return patch.object(passes, "gradients", gradients)
 
 
 def _before_each(prepare: Callable[[Any, int], None]) -> Any:
@@ -86,22 +86,15 @@ def targets_counted_on_every_tensor_rank() -> Any:
     expects=[("loss", r"")],
 )
 def mean_of_micro_batches() -> Any:
-    plain = step.gradients
+    plain = step.inputs_of_step
 
-    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, *rest: Any, **options: Any) -> Tensor:
-        ranks = step.state_of(model).plan.layout.data_ranks
-        shares = iter([1 / (each.targets * len(batch) * ranks) for each in batch])
-        device = step.to_device
+    def inputs_of_step(model: Any, batch: Sequence[MicroBatch], *rest: Any, **options: Any) -> list[passes.Inputs]:
+        ranks, inputs = step.state_of(model).plan.layout.data_ranks, plain(model, batch, *rest, **options)
+        for each, own in zip(batch, inputs, strict=True):
+            own.task.scale = torch.tensor(1 / (each.targets * len(batch) * ranks), dtype=torch.float64)
+        return inputs
 
-        def to_device(*args: Any, **options: Any) -> Any:
-            inputs = device(*args, **options)
-            inputs.task.scale = torch.tensor(next(shares), dtype=torch.float64)
-            return inputs
-
-        with patch.object(step, "to_device", to_device):
-            return plain(model, batch, scale, *rest, **options)
-
-    return patch.object(step, "gradients", gradients)
+    return patch.object(step, "inputs_of_step", inputs_of_step)
 
 
 @fault(
@@ -127,8 +120,8 @@ def micro_batches_scaled_twice() -> Any:
     expects=[("micro batches", r"3 of 4")],
 )
 def last_micro_batch_dropped() -> Any:
-    plain = step.gradients
-    return patch.object(step, "gradients", lambda model, batch, scale: plain(model, batch[:-1], scale))
+    plain = step.inputs_of_step
+    return patch.object(step, "inputs_of_step", lambda *given, **options: plain(*given, **options)[:-1])
 
 
 # ---- what is added up ------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def shares_not_normalised() -> Any:
     layout="single", expects=LOSS, model=DISTILL,
 )  # fmt: skip
 def followed_without_a_mask() -> Any:
-    softmaxes, plain = losses._softmaxes, losses._loss_and_gradient
+    softmaxes, plain = losses._softmaxes, losses.softmax_losses
 
     def everywhere(labels_N: Tensor, soft: Any = None) -> Any:
         if soft is None:
@@ -91,11 +91,11 @@ def followed_without_a_mask() -> Any:
         text, _ = softmaxes(labels_N, soft)
         return text, softmaxes(torch.where(labels_N == IGNORE, 0, labels_N), soft)[1]
 
-    def unmasked(logits: Tensor, asked: Any, fold: Any, factor: Any = None, **options: Any) -> Any:
-        whole = factor if factor is None or len(asked) == 1 else torch.full_like(factor, factor.max())
-        return plain(logits, asked, fold, whole, **options)
+    def unmasked(labels: Tensor, soft: Any, logits: Tensor, factor: Any, **options: Any) -> Any:
+        whole = factor if factor is None or soft is None else torch.full_like(factor, factor.max())
+        return plain(labels, soft, logits, whole, **options)
 
-    return patch.multiple(losses, _softmaxes=everywhere, _loss_and_gradient=unmasked)
+    return patch.multiple(losses, _softmaxes=everywhere, softmax_losses=unmasked)
 
 
 @fault(
@@ -122,13 +122,13 @@ def teacher_one_position_early() -> Any:
     layout="tp2", expects=ASKED, model=DISTILL,
 )  # fmt: skip
 def likeliest_of_a_part() -> Any:
-    plain = losses._top
+    plain = tasks.top_log_probs
 
     def own(logits: Tensor, fold: Any, top_k: int, vocabulary: int) -> Any:
         with patch.object(type(fold), "all_gather", lambda self, x: torch.cat([x] * self.size, -1)):
             return plain(logits, fold, top_k, vocabulary)
 
-    return patch.object(losses, "_top", own)
+    return patch.object(tasks, "top_log_probs", own)
 
 
 @fault(
@@ -137,13 +137,13 @@ def likeliest_of_a_part() -> Any:
     layout="tp2", expects=ASKED, model=DISTILL,
 )  # fmt: skip
 def normalised_over_a_part() -> Any:
-    plain = losses._top
+    plain = tasks.top_log_probs
 
     def own(logits: Tensor, fold: Any, top_k: int, vocabulary: int) -> Any:
         with patch.object(type(fold), "all_reduce", lambda *_: None):
             return plain(logits, fold, top_k, vocabulary)
 
-    return patch.object(losses, "_top", own)
+    return patch.object(tasks, "top_log_probs", own)
 
 
 @fault(
@@ -168,10 +168,12 @@ def positions_of_cp_forgotten() -> Any:
     layout="shard2", expects=GRADIENT, model=DISTILL,
 )  # fmt: skip
 def gradient_of_the_text_alone() -> Any:
-    plain = losses._cross_entropy
+    plain = losses.softmax_losses
 
-    def detached(logits: Tensor, asked: Any, fold: Any, factor: Any = None, **options: Any) -> Any:
-        loss, gradient = plain(logits, asked, fold, factor, **options)
-        return loss, gradient * (asked.entropies is None) if factor is not None else gradient
+    def detached(labels: Tensor, soft: Any, logits: Tensor, factor: Any, **options: Any) -> Any:
+        if soft is None or factor is None:
+            return plain(labels, soft, logits, factor, **options)
+        _, of_text = plain(labels, None, logits.clone(), factor * (1 - soft.alpha), **options)
+        return plain(labels, soft, logits, None, **options)[0], of_text
 
-    return patch.object(losses, "_cross_entropy", detached)
+    return patch.object(losses, "softmax_losses", detached)

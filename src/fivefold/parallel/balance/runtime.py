@@ -102,14 +102,9 @@ class Balance:
         """Groups of the ranks that have other tokens of the same rows."""
         return (*self.tensor.row_groups, *self.context.row_groups)
 
-    @property
-    def is_begun(self) -> bool:
-        """True during a step: only then are routers watched."""
-        return self._scale > 0
-
     def drops(self) -> bool:
-        """True if routers may drop picks now."""
-        return self.is_begun and self.options.capacity_factor is not None
+        """True if routers may drop picks now: during a step alone."""
+        return self._scale > 0 and self.options.capacity_factor is not None
 
     def begin_step(self, rows: int) -> None:
         """Begin a step; `rows`: of the global batch."""

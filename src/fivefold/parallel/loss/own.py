@@ -88,27 +88,27 @@ class TokenLoss:
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
     def of_chunk(
-        self, labels_N: Tensor, row: LossRow, logits: Tensor, *, overwrite: bool, scale: Tensor | None,
+        self,
+        labels_N: Tensor,
+        row: LossRow,
+        logits: Tensor,
+        factor_N: Tensor | None,
+        *,
         fold: TensorParallel,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Compute the loss of a chunk and its gradient, see `ChunkLoss`."""
+        overwrite: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the losses of the targets of a chunk [T], and the gradient, see `ChunkLosses`."""
         kept_N = labels_N != IGNORE
+        logits_TV = self._logits(logits, kept_N, fold)
+        if factor_N is None:
+            return self.of_tokens(logits_TV, labels_N[kept_N], row.at(kept_N)), logits
         with torch.enable_grad():
-            leaf_TV = self._logits(logits, kept_N, fold).requires_grad_()
-            losses_T = self.of_tokens(leaf_TV, labels_N[kept_N], row.at(kept_N))
-            factor = 1.0 if scale is None else scale
-            total = losses_T.double().sum() * factor
-            (gradient_TV,) = torch.autograd.grad(total, leaf_TV)
+            losses_T = self.of_tokens(logits_TV.requires_grad_(), labels_N[kept_N], row.at(kept_N))
+            (gradient_TV,) = torch.autograd.grad((losses_T.double() * factor_N[kept_N]).sum(), logits_TV)
         own_TV = gradient_TV[:, slice(*fold.vocabulary[fold.rank])].to(logits.dtype)
         grad = logits.zero_() if overwrite else torch.zeros_like(logits)
         grad[0, kept_N] = own_TV
-        return total.detach(), grad
-
-    def without_gradient(self, labels_N: Tensor, row: LossRow, logits: Tensor, fold: TensorParallel) -> Tensor:
-        """Compute the summed loss of a chunk of logits [1, N, V / tp], fp64."""
-        kept_N = labels_N != IGNORE
-        losses_T = self.of_tokens(self._logits(logits, kept_N, fold), labels_N[kept_N], row.at(kept_N))
-        return losses_T.sum(dtype=torch.float64)
+        return losses_T.detach(), grad
 
     @staticmethod
     def _logits(logits: Tensor, kept_N: Tensor, fold: TensorParallel) -> Tensor:
@@ -176,10 +176,8 @@ class TokenLoss:
                 "it gives other losses for the same tokens when it is called again",
                 "draw no random numbers and keep no state: ranks compute the same tokens, and must agree",
             )
-        parts = [
-            self._tried(logits_TV[part], labels_T[part], row.at(part))
-            for part in (slice(0, 1), slice(1, 4), slice(4, None)) if len(labels_T[part])
-        ]  # fmt: skip
+        cuts = [part for part in (slice(0, 1), slice(1, 4), slice(4, None)) if len(labels_T[part])]
+        parts = [self._tried(logits_TV[part], labels_T[part], row.at(part)) for part in cuts]
         if not _are_close(whole, tuple(torch.cat(both) for both in zip(*parts, strict=True))):
             raise self._refusal(
                 "the loss of a token depends on the other tokens of its chunk, and so on the layout",

@@ -5,8 +5,9 @@ that soft-capping, logit scales and biases of the head survive. The gradients of
 and only [tokens, D] and the head's own gradients are kept (the idea of Liger Kernel, arXiv:2410.10989, with the
 head under tensor parallelism).
 
-Three functions work on the logits of a chunk, and tp exchanges vectors between them. They run operator by operator, or
-compiled (`Kernels`).
+A task (`tasks.py`) asks for the sum over all chunks (`SummedLoss`), which asks for the losses of each (`ChunkLosses`).
+Those of a softmax work on the logits with three functions, between which tp exchanges vectors. They run operator by
+operator, or compiled (`Kernels`).
 
 Legend: N tokens of a chunk, D hidden size, V vocabulary rows of this tp rank, K tokens that a teacher finds likeliest.
 """
@@ -52,111 +53,60 @@ class SoftTargets:
             yield SoftTargets(tokens, log_probs, self.temperature, self.alpha)
 
 
-def chunked_loss(
-    logits_of: Logits,
-    hidden_BTD: Tensor,
-    labels_BT: Tensor,
-    head_parameters: list[Tensor],
-    sizes: tuple[int, ...],
-    fold: TensorParallel,
-    scale: Tensor | None = None,
-    weights_BT: Tensor | None = None,
-    soft: SoftTargets | None = None,
-    kernels: "Kernels | None" = None,
-) -> Tensor:
-    """Sum the cross entropy over the targets of [B, T], each times its weight (None: 1), times `scale` (fp32 scalar).
-    With `soft` it also follows a teacher at these positions. `kernels`: None for operator by operator.
-
-    The gradients reach `hidden_BTD` and `head_parameters`. Without gradients enabled, nothing is saved.
-    """
-    hidden, labels = hidden_BTD.reshape(1, -1, hidden_BTD.shape[-1]), labels_BT.reshape(-1)
-    weights = None if weights_BT is None else weights_BT.reshape(-1).double()
-    if not torch.is_grad_enabled():
-        total = _total(-target_log_probs(logits_of, hidden_BTD, labels_BT, sizes, fold, kernels), weights)
-        return total if scale is None else total * scale
-    weight_parts = [None] * len(sizes) if weights is None else torch.split(weights, list(sizes))
-    soft_parts = [None] * len(sizes) if soft is None else soft.split(sizes)
-    parts = zip(torch.split(labels, list(sizes)), weight_parts, soft_parts, strict=True)
-    chunks = [partial(_softmax_chunk, *part, scale=scale, fold=fold, kernels=kernels or EAGER) for part in parts]
-    return summed_chunks(logits_of, hidden, head_parameters, sizes, chunks)
+# ---- a loss, chunk by chunk ------------------------------------------------------------------------------------------
 
 
-def summed_chunks(
-    logits_of: Logits, hidden: Tensor, head_parameters: list[Tensor], sizes: tuple[int, ...],
-    chunks: Sequence["ChunkLoss"],
-) -> Tensor:  # fmt: skip
-    """Sum the losses of chunks of hidden states [1, T, D], fp64. The gradients reach `hidden` and `head_parameters`."""
-    return _ChunkedLoss.apply(logits_of, sizes, chunks, hidden, *head_parameters)  # type: ignore[no-any-return,no-untyped-call]
+class ChunkLosses(Protocol):
+    """Losses of a chunk from its logits [1, N, V]: [N], or those of its targets alone, fp32 or fp64. With `factor_N`
+    also the gradient by the logits of their sum, each times its factor; `overwrite`: it may take the logits' memory."""
+
+    def __call__(
+        self, logits: Tensor, factor_N: Tensor | None, *, overwrite: bool = False
+    ) -> tuple[Tensor, Tensor]: ...
 
 
-def target_log_probs(
-    logits_of: Logits, hidden_BTD: Tensor, labels_BT: Tensor, sizes: tuple[int, ...], fold: TensorParallel,
-    kernels: "Kernels | None" = None,
-) -> Tensor:  # fmt: skip
-    """Log-probability of the target of every position [B * T], fp32 or fp64, without gradient; 0 without a target."""
-    hidden, labels = hidden_BTD.reshape(1, -1, hidden_BTD.shape[-1]), labels_BT.reshape(-1)
-    parts = zip(torch.split(hidden, list(sizes), 1), torch.split(labels, list(sizes)), strict=True)
-    with torch.no_grad():
-        found = [_loss_and_gradient(logits_of(h), _softmaxes(y), fold, kernels=kernels or EAGER)[0] for h, y in parts]
-        return -torch.cat(found)
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens whose logits exist together. `labels`: int64 [N]. `weights`: of their losses, fp64 [N] (None: 1)."""
+
+    labels: Tensor
+    weights: Tensor | None
+    losses: ChunkLosses
 
 
-def top_log_probs(
-    logits_of: Logits, hidden_BTD: Tensor, sizes: tuple[int, ...], fold: TensorParallel, *, top_k: int, vocabulary: int
-) -> tuple[Tensor, Tensor]:
-    """Find the `top_k` likeliest of the first `vocabulary` tokens at every position, int64 [B * T, K], and their
-    log-probabilities, fp32 or fp64, without gradient."""
-    hidden = hidden_BTD.reshape(1, -1, hidden_BTD.shape[-1])
-    with torch.no_grad():
-        found = [_top(logits_of(h), fold, top_k, vocabulary) for h in torch.split(hidden, list(sizes), 1)]
-    return torch.cat([tokens for tokens, _ in found]), torch.cat([values for _, values in found])
+class SummedLoss(torch.autograd.Function):
+    """Sum of the losses of chunks of `hidden` [1, T, D], each times its weight, times `scale` (None: 1), fp64.
 
-
-def _total(nll_N: Tensor, weights_N: Tensor | None) -> Tensor:
-    """Weighted sum, fp64."""
-    return nll_N.sum(dtype=torch.float64) if weights_N is None else nll_N.double().mul(weights_N).sum()
-
-
-class ChunkLoss(Protocol):
-    """Compute the loss of a chunk from its logits [1, N, V]: its sum, fp64, and the gradient of the sum by the logits.
-    `overwrite`: the gradient may take the memory of the logits."""
-
-    def __call__(self, logits: Tensor, *, overwrite: bool) -> tuple[Tensor, Tensor]: ...
-
-
-def _softmax_chunk(
-    labels_N: Tensor, weights_N: Tensor | None, soft: SoftTargets | None, logits: Tensor, *, overwrite: bool,
-    scale: Tensor | None, fold: TensorParallel, kernels: "Kernels",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Cross entropy of a chunk, also after a teacher. See `ChunkLoss`."""
-    factor_N = _factor(labels_N, weights_N, scale)
-    nll_N, logits_grad = _loss_and_gradient(
-        logits, _softmaxes(labels_N, soft), fold, factor_N, overwrite=overwrite, kernels=kernels
-    )
-    loss = _total(nll_N, weights_N)
-    return loss if scale is None else loss * scale, logits_grad
-
-
-class _ChunkedLoss(torch.autograd.Function):
-    """Loss whose forward computes the gradients too; backward returns them."""
+    The forward computes the gradients of `hidden` and the `parameters` of the head too, if `has_gradient`; the backward
+    returns them. Without, nothing is saved."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits_of: Logits, sizes: tuple[int, ...], chunks: Sequence[ChunkLoss], hidden: Tensor,
+        ctx: Any,
+        logits_of: Logits,
+        chunks: Sequence[Chunk],
+        scale: Tensor | None,
+        has_gradient: bool,
+        hidden: Tensor,
         *parameters: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        if not has_gradient:
+            for losses_N, chunk in zip(losses_of(logits_of, hidden, chunks), chunks, strict=True):
+                total += _total(losses_N, chunk.weights, scale)
+            return total
         hidden_grad = torch.empty_like(hidden)
         sums: list[Tensor | None] = []  # None for a parameter that the logits do not depend on
-        parts = (torch.split(t, list(sizes), 1) for t in (hidden, hidden_grad))
-        for h, grad, loss_of in zip(*parts, chunks, strict=True):
+        sizes = [len(chunk.labels) for chunk in chunks]
+        parts = (torch.split(t, sizes, 1) for t in (hidden, hidden_grad))
+        for h, grad, chunk in zip(*parts, chunks, strict=True):
             leaf = h.detach().requires_grad_()
             with torch.enable_grad():
                 logits = logits_of(leaf)
             free = not saves_memory_of(logits)  # then their gradient takes their memory
-            loss, logits_grad = loss_of(logits.detach(), overwrite=free)
+            losses_N, logits_grad = chunk.losses(logits.detach(), _factor(chunk, scale), overwrite=free)
             chunk_grad, *grads = torch.autograd.grad(logits, [leaf, *parameters], logits_grad, allow_unused=True)
-            total += loss
+            total += _total(losses_N, chunk.weights, scale)
             grad.copy_(chunk_grad)
             sums = [*grads] if len(sizes) == 1 else _accumulate(sums, grads)
             del logits, logits_grad, chunk_grad, grads  # or they would coexist with the next chunk's
@@ -168,7 +118,27 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         hidden_grad, *sums = ctx.saved_tensors
         scaled = (s if s is None else s * grads[0] for s in sums)
-        return (None, None, None, hidden_grad * grads[0], *scaled)
+        return (None, None, None, None, hidden_grad * grads[0], *scaled)
+
+
+def losses_of(logits_of: Logits, hidden: Tensor, chunks: Sequence[Chunk]) -> list[Tensor]:
+    """Losses of each chunk of hidden states [1, T, D], fp32 or fp64, without gradient."""
+    parts = torch.split(hidden, [len(chunk.labels) for chunk in chunks], 1)
+    with torch.no_grad():
+        return [chunk.losses(logits_of(h), None)[0] for h, chunk in zip(parts, chunks, strict=True)]
+
+
+def _factor(chunk: Chunk, scale: Tensor | None) -> Tensor:
+    """Factor of the gradient of each target's loss, [N]; 0 without a target."""
+    has_target = chunk.labels != IGNORE
+    factor = has_target if chunk.weights is None else torch.where(has_target, chunk.weights, 0.0)
+    return factor if scale is None else factor * scale
+
+
+def _total(losses_N: Tensor, weights_N: Tensor | None, scale: Tensor | None) -> Tensor:
+    """Weighted sum, times `scale`, fp64."""
+    total = losses_N.sum(dtype=torch.float64) if weights_N is None else losses_N.double().mul(weights_N).sum()
+    return total if scale is None else total * scale
 
 
 def _accumulate(sums: list[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -185,14 +155,67 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _factor(labels_N: Tensor, weights_N: Tensor | None, scale: Tensor | None) -> Tensor:
-    """Factor of the gradient of each target's cross entropy, [N]; 0 without a target."""
-    has_target = labels_N != IGNORE
-    factor = has_target if weights_N is None else torch.where(has_target, weights_N, 0.0)
-    return factor if scale is None else factor * scale
-
-
 # ---- softmaxes over a split vocabulary -------------------------------------------------------------------------------
+
+
+def softmax_chunks(
+    labels_T: Tensor,
+    weights_T: Tensor | None,
+    soft: SoftTargets | None,
+    sizes: tuple[int, ...],
+    fold: TensorParallel,
+    kernels: "Kernels",
+) -> list[Chunk]:
+    """Cut the targets of a cross entropy, and what a teacher says of them, into chunks of `sizes`."""
+    parts = zip(
+        torch.split(labels_T, list(sizes)),
+        [None] * len(sizes) if weights_T is None else torch.split(weights_T.double(), list(sizes)),
+        [None] * len(sizes) if soft is None else soft.split(sizes),
+        strict=True,
+    )
+    return [
+        Chunk(labels_N, weights_N, partial(softmax_losses, labels_N, soft_N, fold=fold, kernels=kernels))
+        for labels_N, weights_N, soft_N in parts
+    ]
+
+
+def softmax_losses(
+    labels_N: Tensor,
+    soft: SoftTargets | None,
+    logits: Tensor,
+    factor_N: Tensor | None,
+    *,
+    fold: TensorParallel,
+    kernels: "Kernels",
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Cross entropy of vocabulary-split logits, also with what a teacher says: see `ChunkLosses`.
+
+    Over tp, two all-reduces of [N]-sized vectors: the maximum logit; then the sum of exponentials together with the
+    targets' logits. Exactly one rank holds each target's logit.
+    """
+    precise, softmaxes = _accumulator(logits.dtype), _softmaxes(labels_N, soft)
+    overwrite = overwrite and len(softmaxes) == 1
+    losses: list[Tensor] = []
+    gradient = None
+    for softmax in softmaxes:
+        heat = softmax.temperature
+        own = [
+            _held(tokens_NK, shares_NK.to(precise), logits.shape[-1], fold) for tokens_NK, shares_NK in softmax.targets
+        ]
+        highest_N, target_N = kernels.highest(logits[0], own, heat)
+        fold.all_reduce(highest_N, dist.ReduceOp.MAX)
+        sum_N, exponentials_NV = kernels.sums(logits[0], highest_N, heat, overwrite)
+        both_2N = torch.stack([sum_N, target_N])
+        fold.all_reduce(both_2N)
+        sum_N, target_N = both_2N.unbind()
+        losses.append(softmax.losses(highest_N + sum_N.log() - target_N))
+        if factor_N is not None:
+            each_N = factor_N.to(precise) * (softmax.weight / heat)
+            one = kernels.gradient(exponentials_NV, logits[0], highest_N, sum_N, each_N, own, heat, overwrite)
+            gradient = one if gradient is None else gradient.add_(one)
+        del exponentials_NV  # or it would coexist with the next softmax's
+    return sum(losses[1:], start=losses[0]), logits if gradient is None else gradient[None]
 
 
 @dataclass(frozen=True)
@@ -207,6 +230,14 @@ class _Softmax:
     entropies: Tensor | None = None  # [N]
     temperature: float = 1.0
     weight: float = 1.0
+
+    def losses(self, nll_N: Tensor) -> Tensor:
+        """Losses from minus the shared log-probabilities of the targets, [N]; 0 without a target."""
+        has_target_N = torch.cat([shares_NK for _, shares_NK in self.targets], -1).any(-1)
+        losses_N = torch.where(has_target_N, nll_N, 0.0)
+        if self.entropies is not None:
+            losses_N = losses_N + self.entropies.to(losses_N)
+        return losses_N * self.weight
 
 
 def _softmaxes(labels_N: Tensor, soft: SoftTargets | None = None) -> tuple[_Softmax, ...]:
@@ -223,49 +254,6 @@ def _softmaxes(labels_N: Tensor, soft: SoftTargets | None = None) -> tuple[_Soft
         return (_Softmax((own, (soft.tokens, shares_NK * alpha)), entropies_N * alpha),)
     teacher = _Softmax((of_teacher,), entropies_N, soft.temperature, alpha * soft.temperature**2)
     return (teacher,) if alpha == 1 else (_Softmax((of_text,), weight=1 - alpha), teacher)
-
-
-def _loss_and_gradient(
-    logits: Tensor, softmaxes: Sequence[_Softmax], fold: TensorParallel, factor_N: Tensor | None = None,
-    *, kernels: "Kernels", overwrite: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Sum `softmaxes` over logits [1, N, V] to [N], fp32 or fp64; also the gradient of its sum times `factor_N`."""
-    alone = overwrite and len(softmaxes) == 1
-    nll_N, grad = _cross_entropy(logits, softmaxes[0], fold, factor_N, overwrite=alone, kernels=kernels)
-    for asked in softmaxes[1:]:
-        nll, more = _cross_entropy(logits, asked, fold, factor_N, kernels=kernels)
-        nll_N = nll_N + nll
-        grad = grad if factor_N is None else grad.add_(more)
-    return nll_N, grad
-
-
-def _cross_entropy(
-    logits: Tensor, asked: _Softmax, fold: TensorParallel, factor_N: Tensor | None = None,
-    *, kernels: "Kernels", overwrite: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Loss `asked` of vocabulary-split logits [1, N, V], [N] in fp32 or fp64; with `factor_N` also the gradient of its
-    sum with these factors (shape and dtype of the logits, and their memory if `overwrite`).
-
-    Over tp, two all-reduces of [N]-sized vectors: the maximum logit; then the sum of exponentials together with the
-    targets' logits. Exactly one rank holds each target's logit.
-    """
-    precise, heat = _accumulator(logits.dtype), asked.temperature
-    own = [_held(tokens_NK, shares_NK.to(precise), logits.shape[-1], fold) for tokens_NK, shares_NK in asked.targets]
-    highest_N, target_N = kernels.highest(logits[0], own, heat)
-    fold.all_reduce(highest_N, dist.ReduceOp.MAX)
-    sum_N, exponentials_NV = kernels.sums(logits[0], highest_N, heat, overwrite)
-    both_2N = torch.stack([sum_N, target_N])
-    fold.all_reduce(both_2N)
-    sum_N, target_N = both_2N.unbind()
-    has_target_N = torch.cat([shares_NK for _, shares_NK in asked.targets], -1).any(-1)
-    nll_N = torch.where(has_target_N, highest_N + sum_N.log() - target_N, 0.0)
-    if asked.entropies is not None:
-        nll_N = nll_N + asked.entropies.to(nll_N)
-    nll_N = nll_N * asked.weight
-    if factor_N is None:
-        return nll_N, logits
-    factor_N = factor_N.to(precise) * (asked.weight / heat)
-    return nll_N, kernels.gradient(exponentials_NV, logits[0], highest_N, sum_N, factor_N, own, heat, overwrite)[None]
 
 
 def _held(tokens_NK: Tensor, shares_NK: Tensor, columns: int, fold: TensorParallel) -> tuple[Tensor, Tensor]:
@@ -294,9 +282,16 @@ class Kernels:
         return exponentials_NV.sum(dim=-1), exponentials_NV
 
     def gradient(
-        self, exponentials_NV: Tensor | None, logits_NV: Tensor, highest_N: Tensor, sum_N: Tensor, factor_N: Tensor,
-        own: _Held, heat: float, overwrite: bool,
-    ) -> Tensor:  # fmt: skip
+        self,
+        exponentials_NV: Tensor | None,
+        logits_NV: Tensor,
+        highest_N: Tensor,
+        sum_N: Tensor,
+        factor_N: Tensor,
+        own: _Held,
+        heat: float,
+        overwrite: bool,
+    ) -> Tensor:
         """(softmax - shares) * factor, in the dtype of the logits."""
         assert exponentials_NV is not None
         return _gradient(exponentials_NV, sum_N, factor_N, own).to(logits_NV.dtype)
@@ -318,9 +313,16 @@ class CompiledKernels(Kernels):
         return self._sums(logits_NV, highest_N, heat), None
 
     def gradient(
-        self, exponentials_NV: Tensor | None, logits_NV: Tensor, highest_N: Tensor, sum_N: Tensor, factor_N: Tensor,
-        own: _Held, heat: float, overwrite: bool,
-    ) -> Tensor:  # fmt: skip
+        self,
+        exponentials_NV: Tensor | None,
+        logits_NV: Tensor,
+        highest_N: Tensor,
+        sum_N: Tensor,
+        factor_N: Tensor,
+        own: _Held,
+        heat: float,
+        overwrite: bool,
+    ) -> Tensor:
         if not overwrite:
             return self._gradient(logits_NV, highest_N, sum_N, factor_N, own, heat)  # type: ignore[no-any-return]
         self._in_place(logits_NV, highest_N, sum_N, factor_N, own, heat)
@@ -376,8 +378,9 @@ def _over(x: Tensor, heat: float) -> Tensor:
     return x if heat == 1 else x.div_(heat)
 
 
-def _top(logits: Tensor, fold: TensorParallel, top_k: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Find the likeliest tokens and log-probabilities [N, K] of vocabulary-split logits [1, N, V]."""
+def top_log_probs(logits: Tensor, fold: TensorParallel, top_k: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Find the `top_k` likeliest of the first `vocabulary` tokens, int64 [N, K], and their log-probabilities, fp32 or
+    fp64, from vocabulary-split logits [1, N, V]."""
     x_NV = logits[0].to(_accumulator(logits.dtype))
     highest_N = x_NV.amax(dim=-1)
     fold.all_reduce(highest_N, dist.ReduceOp.MAX)

@@ -8,7 +8,7 @@ Legend: B rows, T tokens of a row, N tokens of this rank, D hidden size, A answe
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,8 +17,17 @@ from torch import Tensor
 
 from fivefold.parallel.collectives import chunk_sizes
 from fivefold.parallel.context.runtime import ContextParallel
-from fivefold.parallel.loss import runtime as losses
 from fivefold.parallel.loss.own import LossRow, TokenLoss
+from fivefold.parallel.loss.runtime import (
+    Chunk,
+    Kernels,
+    Logits,
+    SoftTargets,
+    SummedLoss,
+    losses_of,
+    softmax_chunks,
+    top_log_probs,
+)
 from fivefold.parallel.tensor.runtime import TensorParallel
 
 
@@ -30,49 +39,38 @@ class Head:
     None: chosen by size.
     """
 
-    logits_of: losses.Logits
+    logits_of: Logits
     hidden: Tensor
     parameters: list[Tensor]
     vocabulary: int
     chunks: int | None
     tensor: TensorParallel
     context: ContextParallel
-    kernels: losses.Kernels
+    kernels: Kernels
 
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Tokens of each chunk."""
-        return self._sizes(self.vocabulary)
+    @property
+    def in_one_row(self) -> Tensor:
+        """Hidden states [1, N, D]."""
+        return self.hidden.reshape(1, -1, self.hidden.shape[-1])
 
-    def _sizes(self, vocabulary: int) -> tuple[int, ...]:
+    def sizes(self, vocabulary: int) -> tuple[int, ...]:
         """Tokens of each chunk, for logits of `vocabulary` numbers a token."""
         rows, length, features = self.hidden.shape
         return chunk_sizes(rows * length, vocabulary, features, self.chunks)
 
-    def loss(
-        self, labels_BT: Tensor, scale: Tensor | None, weights_BT: Tensor | None, soft: losses.SoftTargets | None = None
-    ) -> Tensor:
-        """Summed cross entropy of this rank's tokens [B, N / B], fp64 scalar; see `losses.chunked_loss`."""
-        return losses.chunked_loss(
-            self.logits_of, self.hidden, labels_BT, self.parameters, self.sizes, self.tensor, scale, weights_BT, soft,
-            self.kernels,
-        )  # fmt: skip
+    def softmax_chunks(
+        self, labels: Tensor, weights: Tensor | None = None, teacher: SoftTargets | None = None
+    ) -> list[Chunk]:
+        """Chunks of the cross entropy of this rank's tokens [B, N / B]."""
+        weights_N = None if weights is None else weights.reshape(-1)
+        sizes = self.sizes(self.vocabulary)
+        return softmax_chunks(labels.reshape(-1), weights_N, teacher, sizes, self.tensor, self.kernels)
 
-    def own_loss(self, loss: TokenLoss, labels_BT: Tensor, row: LossRow, scale: Tensor | None) -> Tensor:
-        """Summed losses by a function of the user's own of this rank's tokens [B, N / B], fp64 scalar."""
-        sizes, hidden = self._sizes(self.tensor.vocabulary[-1][1]), self.hidden.reshape(1, -1, self.hidden.shape[-1])
-        parts = zip(torch.split(labels_BT.reshape(-1), list(sizes)), row.split(sizes), strict=True)
-        if torch.is_grad_enabled():
-            chunks = [partial(loss.of_chunk, *part, scale=scale, fold=self.tensor) for part in parts]
-            return losses.summed_chunks(self.logits_of, hidden, self.parameters, sizes, chunks)
-        pairs = zip(torch.split(hidden, list(sizes), 1), parts, strict=True)
-        sums = [loss.without_gradient(*part, self.logits_of(h), self.tensor) for h, part in pairs]
-        total = torch.stack(sums).sum()
-        return total if scale is None else total * scale
-
-    def target_log_probs(self, labels_BT: Tensor) -> Tensor:
-        """Log-probability of the target of every token of this rank [N], without gradient; 0 without a target."""
-        return losses.target_log_probs(self.logits_of, self.hidden, labels_BT, self.sizes, self.tensor, self.kernels)
+    def own_chunks(self, loss: TokenLoss, labels: Tensor, row: LossRow) -> list[Chunk]:
+        """Chunks of a loss by a function of the user's own, which takes the logits of the whole vocabulary."""
+        sizes = self.sizes(self.tensor.vocabulary[-1][1])
+        parts = zip(torch.split(labels.reshape(-1), list(sizes)), row.split(sizes), strict=True)
+        return [Chunk(part[0], None, partial(loss.of_chunk, *part, fold=self.tensor)) for part in parts]
 
 
 class Task(Protocol):
@@ -82,23 +80,40 @@ class Task(Protocol):
     def __call__(self, head: Head) -> Tensor: ...
 
 
+class SummedTask:
+    """A summed loss of this rank's tokens, fp64 scalar: each says of which chunks."""
+
+    scale: Tensor | None
+
+    def chunks(self, head: Head) -> list[Chunk]:
+        """The chunks of the loss."""
+        raise NotImplementedError
+
+    def __call__(self, head: Head) -> Tensor:
+        return SummedLoss.apply(  # type: ignore[no-any-return, no-untyped-call]
+            head.logits_of, self.chunks(head), self.scale, torch.is_grad_enabled(), head.in_one_row, *head.parameters
+        )
+
+
 @dataclass
-class CrossEntropy:
-    """Summed cross entropy. `weights`: of each target, fp64 [B, T] (None: 1). `teacher`: followed at every position."""
+class CrossEntropy(SummedTask):
+    """Summed cross entropy. `weights`: of each target, fp64 [B, T] (None: 1). `teacher`: followed at every position
+    that is trained."""
 
     labels: Tensor
     scale: Tensor | None = None
     weights: Tensor | None = None
-    teacher: losses.SoftTargets | None = None
+    teacher: SoftTargets | None = None
 
-    def __call__(self, head: Head) -> Tensor:
+    def chunks(self, head: Head) -> list[Chunk]:
         cut = head.context.cut
         weights = None if self.weights is None else cut(self.weights)
-        return head.loss(cut(self.labels), self.scale, weights, self.teacher and self.teacher.cut(cut))
+        teacher = self.teacher.cut(cut) if self.teacher and torch.is_grad_enabled() else None
+        return head.softmax_chunks(cut(self.labels), weights, teacher)
 
 
 @dataclass
-class OwnLoss:
+class OwnLoss(SummedTask):
     """Summed losses by a function of the user's own. `row`: beside the labels, [B, T] each."""
 
     loss: TokenLoss
@@ -106,9 +121,9 @@ class OwnLoss:
     row: LossRow
     scale: Tensor | None = None
 
-    def __call__(self, head: Head) -> Tensor:
+    def chunks(self, head: Head) -> list[Chunk]:
         cut = head.context.cut
-        return head.own_loss(self.loss, cut(self.labels), self.row.cut(cut), self.scale)
+        return head.own_chunks(self.loss, cut(self.labels), self.row.cut(cut))
 
 
 @dataclass
@@ -121,12 +136,13 @@ class AnswerLogProbs:
     count: int
 
     def __call__(self, head: Head) -> Tensor:
-        found_N = head.target_log_probs(head.context.cut(self.labels))
-        return _of_answers(found_N, head.context.cut(self.answers), self.count, head.context.row_groups)
+        chunks = head.softmax_chunks(head.context.cut(self.labels))
+        losses_N = torch.cat(losses_of(head.logits_of, head.in_one_row, chunks))
+        return _of_answers(-losses_N, head.context.cut(self.answers), self.count, head.context.row_groups)
 
 
 @dataclass
-class PreferenceLoss:
+class PreferenceLoss(SummedTask):
     """Summed cross entropy, each target weighted by what its answer is worth. `weigh`: summed log-probabilities of the
     answers, fp64 [A] -> their weights, fp64 [A]."""
 
@@ -134,10 +150,10 @@ class PreferenceLoss:
     weigh: Callable[[Tensor], Tensor]
     scale: Tensor | None = None
 
-    def __call__(self, head: Head) -> Tensor:
+    def chunks(self, head: Head) -> list[Chunk]:
         weights_A = self.weigh(self.log_probs(head))
-        answers_BT = head.context.cut(self.log_probs.answers)
-        return head.loss(head.context.cut(self.log_probs.labels), self.scale, _of_targets(weights_A, answers_BT))
+        weights = _of_targets(weights_A, head.context.cut(self.log_probs.answers))
+        return head.softmax_chunks(head.context.cut(self.log_probs.labels), weights)
 
 
 @dataclass
@@ -149,11 +165,14 @@ class TopLogProbs:
     vocabulary: int
 
     def __call__(self, head: Head) -> Tensor:
-        tokens, values = losses.top_log_probs(
-            head.logits_of, head.hidden, head.sizes, head.tensor, top_k=self.top_k, vocabulary=self.vocabulary
-        )
+        with torch.no_grad():
+            tops = [
+                top_log_probs(head.logits_of(h), head.tensor, self.top_k, self.vocabulary)
+                for h in torch.split(head.in_one_row, list(head.sizes(head.vocabulary)), 1)
+            ]
+        found_NK2 = torch.cat([torch.stack([tokens.double(), values.double()], -1) for tokens, values in tops])
         rows, length = len(head.hidden), head.hidden.shape[1] * head.context.size
-        return _of_whole_rows(torch.stack([tokens.double(), values.double()], -1), head.context, rows, length)
+        return _of_whole_rows(found_NK2, head.context, rows, length)
 
 
 def _of_answers(found_N: Tensor, answers_BT: Tensor, count: int, groups: Sequence[dist.ProcessGroup]) -> Tensor:
