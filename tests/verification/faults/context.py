@@ -304,10 +304,12 @@ def copies_of_key_value_heads_not_summed() -> Any:
 def backward_by_the_statistics_of_a_part() -> Any:
     plain = offdiagonal.backward
 
-    def backward(part: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Any) -> Any:
-        own, own_lse = offdiagonal.forward(part, q, k, v, rule)
+    def backward(
+        part: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Any, drops: Any = None
+    ) -> Any:
+        own, own_lse = offdiagonal.forward(part, q, k, v, rule, drops)
         out, lse = out.clone(), lse.clone()
         out[part.rows, part.queries], lse[part.rows, part.queries] = own.transpose(1, 2), own_lse.transpose(1, 2)
-        return plain(part, grad, q, k, v, out, lse, rule)
+        return plain(part, grad, q, k, v, out, lse, rule, drops)
 
     return patch.object(offdiagonal, "backward", backward)

@@ -40,7 +40,7 @@ def _before_each(prepare: Callable[[Any, int], None]) -> Any:
 
     def before_backward(flags: Any, slot: Any) -> None:
         plain(flags, slot)
-        root, _ = flags._units[-1]  # the model's own unit
+        root, *_ = flags._units[-1]  # the model's own unit
         prepare(root, slot.micro_batch)
 
     return patch.object(pipeline._Flags, "before_backward", before_backward)
