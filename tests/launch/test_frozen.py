@@ -16,8 +16,8 @@ from fivefold.launch.failure import WorkerDied
 from fivefold.launch.processes import Workers, keep, scratch_folder
 from fivefold.launch.watch import Beat
 from fivefold.launch.workers import start_workers
-from fivefold.training import moves
-from fivefold.training.moves import Moves
+from fivefold.training import watchdog
+from fivefold.training.watchdog import Moves
 from tests.launch.test_restart import Command, file_of
 from tests.launch.test_workers import PATHS, body
 
@@ -118,12 +118,12 @@ def test_a_wait_for_a_lock_is_frozen_only_if_its_holder_is(tmp_path: Path) -> No
         with subprocess.Popen([sys.executable, "-c", waiting, str(tmp_path / "lock")]) as waiter:
             try:
                 deadline = time.monotonic() + 20
-                while not (before := moves._others(waiter.pid)):
+                while not (before := watchdog._others(waiter.pid)):
                     assert time.monotonic() < deadline
-                assert moves._others(waiter.pid) == before and before.keys() == {holder.pid}
+                assert watchdog._others(waiter.pid) == before and before.keys() == {holder.pid}
                 holder.stdin.write("\n")
                 holder.stdin.flush()
-                while moves._others(waiter.pid)[holder.pid] < before[holder.pid] + 0.1:
+                while watchdog._others(waiter.pid)[holder.pid] < before[holder.pid] + 0.1:
                     assert time.monotonic() < deadline
             finally:
                 holder.kill()

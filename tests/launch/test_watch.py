@@ -13,7 +13,7 @@ import pytest
 
 from fivefold.launch import failure, watch
 from fivefold.launch.watch import Beat, Watch
-from fivefold.training.moves import Moves
+from fivefold.training.watchdog import Moves
 
 PATIENCE = 10.0
 

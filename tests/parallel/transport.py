@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.parallel import shared_memory
-from fivefold.training import flight
+from fivefold.training import watchdog
 
 CHUNK = shared_memory._CHUNK
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -471,10 +471,10 @@ def is_watched(group: dist.ProcessGroup) -> str:
 
     def look() -> None:
         time.sleep(0.3)
-        waits = flight.Waits(None, 0.1)
+        waits = watchdog.Waits(None, 0.1)
         waits.look(0.2)
         waits.look(0.2)
-        heard.append(f"{waits.are_under_way} {waits.are_stuck} {waits.told()}")
+        heard.append(f"{waits.are_under_way} {waits.are_stuck} {waits.in_words()}")
 
     thread = threading.Thread(target=look)
     thread.start()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fivefold.torch_internals import flight_recorder
-from fivefold.training import flight
+from fivefold.training import watchdog
 
 NOW = 1_000.0
 
@@ -32,14 +32,14 @@ def batch(*, age: float, done: bool, number: int) -> list[dict[str, Any]]:
     return [*parts, entry("nccl:coalesced", age=age, done=done, number=number)]
 
 
-def look(*looks: tuple[float, list[dict[str, Any]]], timeout: float = 30.0) -> flight.Waits:
+def look(*looks: tuple[float, list[dict[str, Any]]], timeout: float = 30.0) -> watchdog.Waits:
     """What is known after looks at a recorder, each so many seconds after the one before."""
     there: list[dict[str, Any]] = []
 
     def source(collectives: bool, only_active: bool) -> str:
         return json.dumps({"entries": [one for one in there if not (only_active and one["retired"])]})
 
-    waits = flight.Waits(source, timeout)
+    waits = watchdog.Waits(source, timeout)
     for seconds, found in looks:
         there[:] = [{"record_id": number} | one for number, one in enumerate(found)]
         waits.look(seconds)
@@ -53,14 +53,14 @@ def test_a_healthy_ring_waits_for_nothing() -> None:
     """Its sends and receives are older than any timeout, and will never be said to be done."""
     later = entry("nccl:all_reduce", group="default_pg", done=True)
     for found in (RING, [*RING, later]):
-        assert flight.under_way(found) == []
+        assert watchdog.under_way(found) == []
         waits = look(*[(10.0, found)] * 9)
         assert not waits.are_stuck and not waits.are_under_way
 
 
 def test_a_hung_ring_is_seen_at_the_batch_that_hangs() -> None:
     found = [*RING, *batch(age=300, done=False, number=77), *batch(age=299, done=False, number=78)]
-    assert [(each["profiling_name"], each["op_id"]) for each in flight.under_way(found)] == [
+    assert [(each["profiling_name"], each["op_id"]) for each in watchdog.under_way(found)] == [
         ("nccl:coalesced", 77),
         ("nccl:coalesced", 78),
     ]
@@ -73,7 +73,7 @@ def test_a_hung_ring_is_seen_at_the_batch_that_hangs() -> None:
 def test_a_receive_of_a_pipeline_that_never_comes_is_seen() -> None:
     """It is in no batch, and stands for itself; batches of another group do not hide it."""
     hung = entry("nccl:recv", group="mesh_pp", age=400, done=False, number=5)
-    assert flight.under_way([*RING[:6], hung, *RING[6:]]) == [hung]
+    assert watchdog.under_way([*RING[:6], hung, *RING[6:]]) == [hung]
 
 
 def test_the_first_that_is_not_done_is_told_not_the_last() -> None:
@@ -81,7 +81,8 @@ def test_the_first_that_is_not_done_is_told_not_the_last() -> None:
     hung = entry("nccl:_reduce_scatter_base", group="mesh_dp_shard", age=90, done=False, number=41)
     behind = [entry("nccl:all_reduce", group="mesh_tp", age=80, done=False, number=n) for n in range(1000)]
     found = [*RING, hung, *behind]
-    assert flight.told(found) == "waits in: _reduce_scatter_base [[8, 3]] of group mesh_dp_shard, number 41, under way"
+    words = "waits in: _reduce_scatter_base [[8, 3]] of group mesh_dp_shard, number 41, under way"
+    assert watchdog.in_words(found) == words
 
 
 def test_a_long_step_that_goes_on_is_no_hang() -> None:
@@ -105,8 +106,8 @@ def test_a_rank_that_still_writes_may_be_waited_for() -> None:
 
 
 def test_nothing_or_all_done_is_told() -> None:
-    assert flight.told([]) == "none was begun"
-    assert flight.told([entry("gloo:barrier", group="default_pg", number=9)]).startswith("last: barrier")
+    assert watchdog.in_words([]) == "none was begun"
+    assert watchdog.in_words([entry("gloo:barrier", group="default_pg", number=9)]).startswith("last: barrier")
 
 
 def test_all_entries_are_read_only_where_some_are_old() -> None:
@@ -116,7 +117,7 @@ def test_all_entries_are_read_only_where_some_are_old() -> None:
         asked.append(only_active)
         return json.dumps({"entries": [entry("nccl:all_reduce", done=False) | {"record_id": 1}]})
 
-    waits = flight.Waits(source, timeout=30)
+    waits = watchdog.Waits(source, timeout=30)
     for _ in range(3):
         waits.look(2.0)
     assert asked == [True, True, True, False]
@@ -128,5 +129,5 @@ def test_each_backend_has_its_own_recorder(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda *_: '{"entries": [1]}', raising=False)
     of_nccl, of_gloo = flight_recorder("nccl"), flight_recorder("gloo")
     assert of_nccl is not None and of_gloo is not None
-    assert flight.entries(of_nccl) == [1]
-    assert 1 not in flight.entries(of_gloo)
+    assert watchdog.entries(of_nccl) == [1]
+    assert 1 not in watchdog.entries(of_gloo)
