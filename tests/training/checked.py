@@ -18,7 +18,7 @@ from fivefold.parallel.matrices.runtime import FullMatrices
 from fivefold.parallel.state import state_of
 from fivefold.training import checks
 from fivefold.training import run as run_module
-from fivefold.training.checks import pace, part
+from fivefold.training.checks import part
 from fivefold.training.checks.state import hashes
 from fivefold.training.optimizers import build_optimizer, rule_of
 from fivefold.training.optimizers.muon import Muon
@@ -72,7 +72,7 @@ def misread(case: Case, rows: PackedRows, readings: Sequence[Reading]) -> list[l
 
 def with_slow_rank(tree: dict[str, Any], may_leave: bool) -> Ran:
     """Train on this rank, where rank 1 computes slowly. `may_leave`: nodes may be left out."""
-    slow = patch.object(pace, "_seconds", lambda _: 3.0 if dist.get_rank() == 1 else 1.0)
+    slow = patch.object(part, "_seconds", lambda _: 3.0 if dist.get_rank() == 1 else 1.0)
     with slow, patch.object(part, "may_leave_out", lambda _: may_leave):
         return on_rank(tree)
 

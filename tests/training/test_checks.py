@@ -15,6 +15,7 @@ from fivefold.data import PackedRows
 from fivefold.launch.failure import Suspected
 from fivefold.training import checks
 from fivefold.training.checks import Finding
+from fivefold.training.checks.part import Pace
 from fivefold.training.checks.state import _outvoted
 from tests.allpairs import all_pairs
 from tests.data.helpers import prepare_texts, random_texts
@@ -398,7 +399,7 @@ def test_a_run_names_its_straggler_and_ends_saved_if_it_may_leave(may_leave: boo
 
 
 def test_a_straggler_is_named_after_three_checks_in_a_row() -> None:
-    pace, usual, slow = checks.Pace(), [1.0, 1.1, 1.0, 0.9], [1.0, 1.1, 3.0, 0.9]
+    pace, usual, slow = Pace(), [1.0, 1.1, 1.0, 0.9], [1.0, 1.1, 3.0, 0.9]
     assert [pace.see(each) for each in (slow, slow, usual, slow, slow)] == [[]] * 5
     assert pace.see(slow) == ["rank 2 computes 3.0 times as slowly as the usual one"] and pace.stragglers == [2]
     assert pace.see(slow) == [] and pace.stragglers == [2]  # it is named once

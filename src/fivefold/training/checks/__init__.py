@@ -12,14 +12,11 @@ All ranks call a check together and get the same findings: none if all is well.
 
 from fivefold.training.checks.findings import Finding, fail_on
 from fivefold.training.checks.ledger import ledger
-from fivefold.training.checks.pace import SLOW, Pace
 from fivefold.training.checks.state import finite, replicas
 from fivefold.training.checks.update import Update, moved, observing, rates
 
 __all__ = [
-    "SLOW",
     "Finding",
-    "Pace",
     "Update",
     "fail_on",
     "finite",

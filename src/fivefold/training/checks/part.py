@@ -1,7 +1,14 @@
-"""The standing checks of a run, and the search for stragglers, as parts of it."""
+"""The standing checks of a run, and the search for stragglers, as parts of it.
 
+A straggler is a device that is too hot, or shared, or broken. In a step all ranks wait for the slowest one, so no time
+of a step tells which that is. So each rank multiplies the same matrices alone, a few milliseconds long. A rank that is
+slow in several checks in a row is named.
+"""
+
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -10,9 +17,8 @@ from fivefold.core.text import listed
 from fivefold.data.batch import MicroBatch
 from fivefold.launch.failure import Suspected
 from fivefold.training.checkpoints import Checkpoints
-from fivefold.training.checks.findings import fail_on
+from fivefold.training.checks.findings import fail_on, gather
 from fivefold.training.checks.ledger import ledger
-from fivefold.training.checks.pace import SLOW, Pace
 from fivefold.training.checks.state import finite, replicas
 from fivefold.training.checks.update import Update, moved, observing, rates
 from fivefold.training.optimizers import rule_for
@@ -77,6 +83,51 @@ class StandingChecks(Part):
         if self.update is None and run.config.train.check_every > 0:
             found = replicas(run.model, run.optimizer) + finite(run.model, run.optimizer)
             fail_on(found, step=run.step, passed=self._passed)
+
+
+# ---- stragglers ------------------------------------------------------------------------------------------------------
+
+SLOW = 2.0  # times the median of all ranks; of two ranks, the faster one
+IN_A_ROW = 3  # checks
+_TRIES = 5  # the fastest counts: another process may interrupt one
+_SIZE = {"cpu": 256, "cuda": 4096}
+
+
+class Pace:
+    """The pace of the ranks, as the checks of a start have seen it."""
+
+    def __init__(self) -> None:
+        self._slow: dict[int, int] = {}  # rank -> checks in a row
+
+    def check(self, device: torch.device) -> list[str]:
+        """Measure all ranks together. Returns a text for each new straggler, the same on every rank."""
+        seconds = gather(torch.tensor([_seconds(device)], dtype=torch.float64, device=device)).flatten().tolist()
+        return self.see(seconds)
+
+    def see(self, seconds: list[float]) -> list[str]:
+        """As `check`, from the seconds of each rank."""
+        usual = median_low(seconds)
+        self._slow = {rank: self._slow.get(rank, 0) + 1 for rank, took in enumerate(seconds) if took > SLOW * usual > 0}
+        new = [rank for rank, times in self._slow.items() if times == IN_A_ROW]
+        return [f"rank {rank} computes {seconds[rank] / usual:.1f} times as slowly as the usual one" for rank in new]
+
+    @property
+    def stragglers(self) -> list[int]:
+        """The ranks that are slow at present."""
+        return [rank for rank, times in self._slow.items() if times >= IN_A_ROW]
+
+
+def _seconds(device: torch.device) -> float:
+    """The seconds of a product of matrices on this rank."""
+    size, dtype = _SIZE.get(device.type, 256), torch.float32 if device.type == "cpu" else torch.bfloat16
+    x, found = torch.ones(size, size, device=device, dtype=dtype), []
+    for _ in range(_TRIES):
+        began = time.perf_counter()
+        torch.mm(x, x)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        found.append(time.perf_counter() - began)
+    return min(found)
 
 
 class Stragglers(Part):
