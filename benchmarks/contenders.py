@@ -30,7 +30,7 @@ from fivefold.models.flops import Costs
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
-from fivefold.training.flops import squared_lengths
+from fivefold.training.inputs import squared_lengths
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.step import train_step

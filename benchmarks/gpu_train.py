@@ -44,8 +44,8 @@ from fivefold.rehearsal.changes import AnswersAll, changed
 from fivefold.rehearsal.request import Phase, RehearsalRequest
 from fivefold.rehearsal.stage import world_of
 from fivefold.rehearsal.stream_order import Driver
-from fivefold.training import flops
 from fivefold.training.optimizers import build_optimizer
+from fivefold.training.part import peak_tflops
 from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.step import StepResult, train_step
 from gpu_expected import beside, layout_of, meta_model, of_estimate, planned, planned_on, show_expected
@@ -173,7 +173,7 @@ def measured(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     step_seconds = median(seconds[args.warmup :])
     work = run.costs.per_token * done.tokens + run.costs.per_squared_length * done.squared_lengths
     tflops = work / step_seconds / size * 1e-12
-    peak = flops.peak_tflops(device, run.layout.precision)
+    peak = peak_tflops(device, run.layout.precision)
     side = 8192 if device.type == "cuda" else 512
     matmul = best_gflops(side, side, side, torch.bfloat16, device.type) * 1e-3
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -27,7 +27,7 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.pipeline import runtime as pipeline
 from fivefold.parallel.pipeline.stages import StageModules
 from fivefold.parallel.state import state_of
-from fivefold.training.step import evaluating, to_device
+from fivefold.training.inputs import evaluating, to_device
 from tests.parallel.test_parity import run
 from tests.parity import Case, assert_proved, batch_of, build, documents, gradients, hf_config, refusal
 from tests.pool import run_ranks

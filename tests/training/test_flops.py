@@ -15,8 +15,7 @@ from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
 from fivefold.training import metrics
-from fivefold.training.flops import measured_tflops
-from fivefold.training.part import LiveRun, RunProgress
+from fivefold.training.part import LiveRun, RunProgress, measured_tflops
 
 PEAKS = {
     "NVIDIA GB300": 2500.0,

@@ -27,15 +27,8 @@ from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import passes
 from fivefold.parallel.alike import check_alike, on_every_rank
 from fivefold.parallel.loss.own import LossFunction
-from fivefold.training.step import (
-    StepResult,
-    all_reduce_sum,
-    clip_,
-    evaluating,
-    mean_loss,
-    squared_norm,
-    to_device,
-)
+from fivefold.training.inputs import evaluating, to_device
+from fivefold.training.step import StepResult, all_reduce_sum, clip_, mean_loss, squared_norm
 from fivefold.training.step import train_step as step
 
 

@@ -1,4 +1,4 @@
-"""Micro batches on the device, and the model as an evaluation has it."""
+"""Micro batches on the device, a loss of the user's own, and the model as an evaluation has it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
+from fivefold.core.named_code import NamedCode
 from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.parallel import plain
 from fivefold.parallel.fsdp.runtime import reshard
@@ -71,6 +73,43 @@ def loss_row(batch: MicroBatch, there: Callable[[Any], Tensor] = torch.from_nump
     return LossRow(there(batch.input_ids), there(batch.position_ids), columns)
 
 
+def squared_lengths(batch: Sequence[MicroBatch]) -> int:
+    """Sum of squared lengths of the documents in these rows, without segments that have no target (padding)."""
+    total = 0
+    for part in batch:
+        lengths = np.diff(part.cu_seqlens).astype(np.int64)
+        with_target = np.add.reduceat(part.labels.reshape(-1) != IGNORE, part.cu_seqlens[:-1]) > 0
+        total += int((lengths[with_target] ** 2).sum())
+    return total
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """No gradients, eval mode; afterwards the gathered parameters are dropped, for the next step changes them."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+        reshard(model)
+
+
+# ---- a loss of the user's own ----------------------------------------------------------------------------------------
+
+
+def own_loss(config: RunConfig) -> TokenLoss | None:
+    """The function of `objective.path`, whose file is run; None for a built-in objective. Raises `UserError`."""
+    return None if not config.objective.is_own else loss_at(config.objective.path)
+
+
+def loss_at(text: str) -> TokenLoss:
+    """The function at `PATH.py:NAME`, whose file is run. Raises `UserError`."""
+    code = NamedCode.read(text, "objective.path")
+    return TokenLoss(code.load(), code.digest)
+
+
 def check_loss(loss: TokenLoss, model: Any, batch: Sequence[MicroBatch]) -> None:
     """Try a loss of the user's own on the first targets of this rank's micro batches. Every rank calls this. Raises
     `UserError`, on every rank, if it cannot be used on one."""
@@ -94,16 +133,3 @@ def _try_loss(loss: TokenLoss, model: Any, batch: Sequence[MicroBatch]) -> None:
             labels = torch.from_numpy(rows.labels.reshape(-1)[at])
             loss.check(labels.to(device), row.at(at).cut(lambda tokens: tokens.to(device)), vocabulary)
             return
-
-
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """No gradients, eval mode; afterwards the gathered parameters are dropped, for the next step changes them."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
-        reshard(model)

@@ -16,13 +16,16 @@ import torch
 
 from fivefold.config import RunConfig
 from fivefold.core.best import Best
+from fivefold.core.errors import UserError
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData
 from fivefold.data.rows import PackedRows
+from fivefold.hardware.chip import bf16_peak
+from fivefold.hardware.cluster import Cluster
 from fivefold.launch.world import World
 from fivefold.models.flops import Costs
 from fivefold.parallel.state import state_of
-from fivefold.training import flops, schedule
+from fivefold.training import schedule
 from fivefold.training.display import Line
 from fivefold.training.reference import ObjectiveSpecs
 from fivefold.training.run_log import RunLog
@@ -172,13 +175,13 @@ class LiveRun:
     @cached_property
     def peak_tflops(self) -> float | None:
         """The matmul rate of this device's data sheet; None if it is not known."""
-        return flops.peak_tflops(torch.device(self.world.device), self.config.precision.compute)
+        return peak_tflops(torch.device(self.world.device), self.config.precision.compute)
 
     @cached_property
     def measured_tflops(self) -> float | None:
         """The matmul rate of a worker of this CPU, if a calibration file has it."""
         hardware = self.config.hardware if self.world.device == "cpu" else ""
-        return flops.measured_tflops(hardware, self.config.precision.compute, self.world.local_size)
+        return measured_tflops(hardware, self.config.precision.compute, self.world.local_size)
 
 
 class Part:
@@ -265,3 +268,23 @@ class Part:
 
     def at_end(self, run: LiveRun) -> None:
         """Called after the last step; not if an error ends the run, or a signal."""
+
+
+def peak_tflops(device: torch.device, precision: str) -> float | None:
+    """The device's dense bf16 peak in TFLOP/s; None if unknown (every CPU, other precisions)."""
+    if device.type != "cuda" or precision != "bf16":
+        return None
+    return bf16_peak(torch.cuda.get_device_name(device))
+
+
+def measured_tflops(hardware: str, precision: str, workers: int) -> float | None:
+    """TFLOP/s of large matmuls on the cores of this machine that each of its `workers` has, by the file that `fivefold
+    calibrate` wrote; None without a file of a CPU. `hardware`: `layout.hardware` of the run."""
+    try:
+        cluster = Cluster.parse(hardware) if hardware else None
+    except UserError:  # moved since the run began: this number is not worth ending it
+        cluster = None
+    if cluster is None or not cluster.chip.is_host or cluster.chip.is_guess:
+        return None
+    of_core = cluster.chip.flops_per_second(precision)
+    return None if of_core is None else of_core * (cluster.node.cores or workers) / workers / 1e12

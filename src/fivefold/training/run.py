@@ -35,9 +35,8 @@ from fivefold.parallel.state import state_of
 from fivefold.training import header, metrics, preflight, record, reference, schedule
 from fivefold.training.distillation import teacher_of
 from fivefold.training.environment import Environment
-from fivefold.training.inputs import check_loss
+from fivefold.training.inputs import check_loss, own_loss
 from fivefold.training.model import balance_options, build_model, compile_pays
-from fivefold.training.named_loss import own_loss
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.out_of_memory import advised
 from fivefold.training.part import LiveRun

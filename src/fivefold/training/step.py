@@ -21,9 +21,7 @@ from fivefold.parallel.features import calls
 from fivefold.parallel.loss.own import TokenLoss
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import norms, scale_
-from fivefold.training.flops import squared_lengths
-from fivefold.training.inputs import evaluating as evaluating
-from fivefold.training.inputs import to_device as to_device
+from fivefold.training.inputs import evaluating, squared_lengths, to_device
 from fivefold.training.preference import ObjectiveSpec, Pairs, divisor, outcome, pairs_of_step
 
 _PIECE = 2**14  # values of a gradient whose squares a CPU sums at once

@@ -35,8 +35,7 @@ from fivefold.parallel.state import state_of
 from fivefold.training import checks
 from fivefold.training import preference as preferences
 from fivefold.training import step as training
-from fivefold.training.inputs import check_loss
-from fivefold.training.named_loss import loss_at
+from fivefold.training.inputs import check_loss, evaluating, loss_at, to_device
 from fivefold.training.objectives import Objective
 from fivefold.training.optimizers import build_optimizer, rule_for
 from fivefold.training.optimizers.states import restored_state
@@ -161,8 +160,8 @@ class Proof:
         found, expected = [], []
         layout, documents = self.layout, self.case.documents(0)
         for batch, numbers in zip(self._batch(0), self._row_numbers(), strict=True):
-            inputs = training.to_device(batch, self._device)
-            with exactly(layout.precision), training.evaluating(self.model):
+            inputs = to_device(batch, self._device)
+            with exactly(layout.precision), evaluating(self.model):
                 logits = passes.logits(
                     self.model, inputs.input_ids, inputs.position_ids, cu_seqlens=inputs.cu_seqlens, use_cache=False
                 )
@@ -216,7 +215,7 @@ class Proof:
         asked, followed = Distance(), []
         for batch, rows in zip(self._batch(0), self._row_numbers(), strict=True):
             task = TopLogProbs(self.case.followed, self.case.vocabulary)
-            inputs = training.to_device(batch, self._device, task=task)
+            inputs = to_device(batch, self._device, task=task)
             tokens, log_probs = passes.top_log_probs(self.model, inputs)
             for b, row in enumerate(rows):
                 own = slice(0, tokens_of(self.case.documents(0)[row]))

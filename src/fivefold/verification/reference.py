@@ -34,7 +34,7 @@ from fivefold.parallel.layout import Layout
 from fivefold.parallel.loss.own import LossRow
 from fivefold.parallel.nodes import by_hand as wire_by_hand
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.training.named_loss import loss_at
+from fivefold.training.inputs import loss_at
 from fivefold.training.optimizers import Weights, rule_for
 from fivefold.verification import preference_by_hand, states_by_hand, teacher_by_hand
 from fivefold.verification.dropout_by_hand import Draws

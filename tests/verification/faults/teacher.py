@@ -104,7 +104,7 @@ def followed_without_a_mask() -> Any:
     layout="single", expects=LOSS, model=DISTILL,
 )  # fmt: skip
 def teacher_one_position_early() -> Any:
-    plain = proof.training.to_device
+    plain = proof.to_device
 
     def shifted(batch: MicroBatch, *rest: Any, **options: Any) -> Any:
         if batch.teacher is not None:
@@ -113,7 +113,7 @@ def teacher_one_position_early() -> Any:
             batch = replace(batch, teacher=replace(batch.teacher, tokens=tokens, log_probs=log_probs))
         return plain(batch, *rest, **options)
 
-    return patch.object(proof.training, "to_device", shifted)
+    return patch.object(proof, "to_device", shifted)
 
 
 @fault(
