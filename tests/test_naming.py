@@ -33,7 +33,7 @@ NAMED = {
     "elastic": (r"elastic|node_range|OthersGone", r"training/nodes|launch/(nodes|meeting)", 8),
     "evaluation": (r"evaluat|\beval\b", r"evaluation/|training/evaluation", 28),
     "kept step": (r"kept_?step", r"kept_steps|training/keeping", 8),
-    "samples": (r"\bsamples?\b", r"training/samples|generation/", 16),
+    "samples": (r"\bsamples?\b", r"training/evaluation|generation/", 16),
     "stragglers": (r"straggl", r"training/checks/p", 1),
     "trackers": (r"tracker|wandb|mlflow|trackio|tensorboard", r"training/trackers", 3),
 }

@@ -13,8 +13,7 @@ from fivefold.config import RunConfig, load_config
 from fivefold.core.best import Best
 from fivefold.launch.folder import next_commands
 from fivefold.training import header
-from fivefold.training.own_parts import OwnPart
-from fivefold.training.part import RunProgress
+from fivefold.training.part import OwnPart, RunProgress
 
 
 class Rows:

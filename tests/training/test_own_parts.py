@@ -19,8 +19,7 @@ from fivefold.training import run as run_module
 from fivefold.training.checkpoints import Checkpoints
 from fivefold.training.checks import part as checks_part
 from fivefold.training.environment import Environment
-from fivefold.training.own_parts import own_parts
-from fivefold.training.part import RunProgress
+from fivefold.training.part import RunProgress, own_parts
 from tests.tiers import put_off
 from tests.training.bodies import Ran, Stopped, column, metrics, run_dir, run_file, same, state, train
 

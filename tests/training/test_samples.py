@@ -15,8 +15,8 @@ from fivefold.generation import GenerateRequest
 from fivefold.generation.launch import start
 from fivefold.generation.prompts import Prompt
 from fivefold.launch.folder import next_commands
-from fivefold.training import samples
-from fivefold.training.samples import OF_FILE, as_text
+from fivefold.training import evaluation
+from fivefold.training.evaluation import OF_FILE, Samples, as_text
 from tests.training.bodies import run_dir, run_file, train
 
 TURNS = [
@@ -138,8 +138,8 @@ def test_an_answer_ends_where_its_prompt_says(monkeypatch: pytest.MonkeyPatch) -
         seen.append((ids.tolist(), ends, options))
         return ["a", "b"]
 
-    monkeypatch.setattr(samples, "pieces", pieces)
-    found = samples.Samples.__new__(samples.Samples)
+    monkeypatch.setattr(evaluation, "pieces", pieces)
+    found = Samples.__new__(Samples)
     found._opened, found._options = Mock(), {"seed": 7}
     found._prompts = [Prompt([1, 2], {"prompt": "x"}, (5,), ("END",))]
     assert [one.row for one in found.draw(3)] == [{"step": 3, "prompt": "x", "text": "ab"}]

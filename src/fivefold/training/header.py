@@ -26,8 +26,7 @@ from fivefold.parallel.state import state_of
 from fivefold.training import preflight, record, schedule
 from fivefold.training.display import Line
 from fivefold.training.optimizers import rule_for
-from fivefold.training.own_parts import OwnPart
-from fivefold.training.part import LiveRun
+from fivefold.training.part import LiveRun, OwnPart
 
 _FILES = ("metrics.jsonl", "samples.jsonl", "checkpoints/", "hf/", "tensorboard/", "logs/", "run.yaml")
 

@@ -4,12 +4,14 @@
 parts. `parts.py` has the list of them, and users add their own: `train.parts` of the run file.
 """
 
+import json
+import math
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import torch
 from fivefold.config import RunConfig
 from fivefold.core.best import Best
 from fivefold.core.errors import UserError
+from fivefold.core.named_code import NamedCode
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData
 from fivefold.data.rows import PackedRows
@@ -24,6 +27,7 @@ from fivefold.hardware.chip import bf16_peak
 from fivefold.hardware.cluster import Cluster
 from fivefold.launch.world import World
 from fivefold.models.flops import Costs
+from fivefold.parallel import plain
 from fivefold.parallel.state import state_of
 from fivefold.training import schedule
 from fivefold.training.display import Line
@@ -288,3 +292,104 @@ def measured_tflops(hardware: str, precision: str, workers: int) -> float | None
         return None
     of_core = cluster.chip.flops_per_second(precision)
     return None if of_core is None else of_core * (cluster.node.cores or workers) / workers / 1e12
+
+
+# ---- parts of the user's own -----------------------------------------------------------------------------------------
+
+_MORE = "docs/howto/parts.md"
+_MOMENTS = [name for name, value in vars(Part).items() if callable(value)]
+
+
+def own_parts(config: RunConfig) -> list[Part]:
+    """Make the parts that a run file names; their files are run. Raises `UserError`."""
+    parts = [OwnPart(NamedCode.read(text, key), key) for key, text in config.part_code.items()]
+    names = [part.name for part in parts]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"train.parts has two parts called {twice[0]}", fix="give each a `name` of its own", more=_MORE)
+    return [*parts]
+
+
+class OwnPart(Part):
+    """Passes each moment on to a part of the user's own.
+
+    Errors name the line of the file. What the first rank's part decides holds for all ranks, and numbers that it adds
+    to a row are numbers that files and trackers take. `key`, `digest`: of its file, as it was run.
+    """
+
+    def __init__(self, code: NamedCode, key: str) -> None:
+        """Raises `UserError` if the file does not make a part."""
+        self._code, self.key, self.digest, self._why, self._saves = code, key, code.digest, "", False
+        with self._named():
+            self._part = code.load()()
+        if not isinstance(self._part, Part):
+            what = f"{key}: {code.name} of {code.path} makes a {type(self._part).__name__}, which is no part of a run"
+            raise UserError(what, fix=f"derive it: class {code.name}(fivefold.Part)", more=_MORE)
+        for moment in set(_MOMENTS) - set(vars(OwnPart)):
+            setattr(self, moment, partial(self._pass_on, moment))
+
+    @property
+    def name(self) -> str:
+        return str(self._part.name)
+
+    def _pass_on(self, moment: str, *args: Any, **options: Any) -> Any:
+        with self._named():
+            return getattr(self._part, moment)(*args, **options)
+
+    @contextmanager
+    def _named(self) -> Any:
+        """Give an error of the user's code the line of its file."""
+        try:
+            yield
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:  # sys.exit(0) would pass for the end of the run
+            raise self._code.error(error, more=_MORE) from error
+
+    def begin(self, run: LiveRun) -> None:
+        self._pass_on("begin", run)
+        self.state()  # one that cannot be saved is refused now
+        self._decide(run)
+
+    def after_step(self, run: LiveRun, row: dict[str, Any]) -> None:
+        self._add("after_step", run, row)
+
+    def finish_step(self, run: LiveRun, row: dict[str, Any], *, owes: bool) -> None:
+        self._add("finish_step", run, row, owes=owes)
+
+    def _add(self, moment: str, run: LiveRun, row: dict[str, Any], **options: bool) -> None:
+        """Let the part add numbers to the row, and decide."""
+        before = dict(row)
+        self._pass_on(moment, run, row, **options)
+        for name in row:
+            row[name] = row[name] if row[name] is before.get(name) else self._number(name, row[name])
+        if changed := [name for name in before if name not in row or row[name] is not before[name]]:
+            what = f"{self.key}: {self.name} changes {changed[0]} of the row, which the run has measured"
+            raise UserError(what, fix=f"add a number of another name: mine/{changed[0]}", more=_MORE)
+        self._decide(run)
+
+    def _decide(self, run: LiveRun) -> None:
+        """Ask the part once after each step, the first rank's for all."""
+        if type(self._part).why_over is Part.why_over and type(self._part).saves is Part.saves:
+            return
+        mine = [str(self._pass_on("why_over", run) or ""), bool(self._pass_on("saves", run))]
+        self._why, self._saves = plain.of_first(mine)
+
+    def why_over(self, run: LiveRun) -> str:
+        return self._why
+
+    def saves(self, run: LiveRun) -> bool:
+        return self._saves
+
+    def state(self) -> Mapping[str, Any]:
+        state = self._pass_on("state")
+        with self._named():
+            return dict(json.loads(json.dumps(state, allow_nan=False)))
+
+    def _number(self, name: Any, value: Any) -> float | int | None:
+        """A number of a row as JSON has it; NaN and infinities are None."""
+        try:
+            number = value if isinstance(value, bool | int) else float(value)
+        except (TypeError, ValueError) as error:
+            what = f"{self.key}: {self.name} adds {name} to the row, a {type(value).__name__}, which is no number"
+            raise UserError(what, fix="add numbers", more=_MORE) from error
+        return number if math.isfinite(number) else None

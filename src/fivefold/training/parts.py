@@ -23,12 +23,10 @@ from fivefold.training import header
 from fivefold.training.checkpoints import Checkpoints
 from fivefold.training.checks.part import StandingChecks, Stragglers
 from fivefold.training.environment import Environment
-from fivefold.training.evaluation import BestSteps, Evaluation
+from fivefold.training.evaluation import BestSteps, Evaluation, Samples
 from fivefold.training.keeping import HeldStep, LastStep
-from fivefold.training.own_parts import own_parts
-from fivefold.training.part import LiveRun, Part
+from fivefold.training.part import LiveRun, Part, own_parts
 from fivefold.training.peak_memory import PeakMemory
-from fivefold.training.samples import Samples
 from fivefold.training.step import StepResult
 from fivefold.training.trial import Trial
 
