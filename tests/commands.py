@@ -28,7 +28,7 @@ BIN = Path(sys.executable).parent
 STARTERS = (
     "fivefold.training.launch",
     "fivefold.launch.once",
-    "fivefold.verification.launch",
+    "fivefold.verification",
 )
 
 

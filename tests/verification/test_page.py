@@ -13,9 +13,8 @@ from fivefold.report.plot import LogScale
 from fivefold.report.render import to_html, write_page
 from fivefold.report.slices import EXPLAINED, SMALLEST, slice_map
 from fivefold.verification import ranks
-from fivefold.verification.report import VerifyReport, report_of
+from fivefold.verification.report import VerifyReport, headline, report_of
 from fivefold.verification.results import WORDS, LayoutResult, Row
-from fivefold.verification.sections import headline
 from tests.report.html import Reader, asks_for_nothing
 
 KS = ("1", "5", "10", "50", "100", "all")

@@ -7,7 +7,7 @@ import torch
 
 from fivefold.config import OptimizerSection
 from fivefold.parallel.layout import Layout
-from fivefold.verification.preference_by_hand import log_probs
+from fivefold.verification.objectives_by_hand import answer_log_probs
 from fivefold.verification.proof_case import ProofCase, lengths, micro_batches, row_numbers, rows_for
 
 
@@ -72,9 +72,9 @@ def test_a_pair_fills_a_row_that_has_one_scale(tmp_path, objective: str) -> None
         given.append(ids_BT.numel())
         return torch.nn.functional.one_hot(ids_BT, 101).double()
 
-    together = log_probs(one, logits_of, torch.float64)
+    together = answer_log_probs(one, logits_of, torch.float64)
     assert given == [64] * len(rows)
-    alone = log_probs(replace(one, whole_rows=False, row_length=10_000), logits_of, torch.float64)
+    alone = answer_log_probs(replace(one, whole_rows=False, row_length=10_000), logits_of, torch.float64)
     assert together[0].shape == (len(rows), 2) and len(alone[0]) > len(rows)
 
 

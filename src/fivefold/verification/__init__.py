@@ -1,25 +1,27 @@
 """`fivefold verify`: prove that layouts compute the same as one process, and name the first module that does not.
 
-In order: `launch`; on the ranks (`ranks`) `reduced_model`, `proof_case` (documents), `reference` (one process) and
-`proof` (a layout, watched by `observer`); `results` (tolerances and verdicts), `report` and `page`. Only the ranks load
-torch.
+In order: on the ranks (`ranks`) `reduced_model`, `proof_case` (documents), `reference` (one process) and `proof` (a
+layout, watched by `observer`); `results` (tolerances and verdicts); `report`. Only the ranks load torch.
 """
 
+import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.launch.failure import one_voice
+from fivefold.launch.failure import WorkerDied, one_voice, said_once
 from fivefold.launch.model import check_model
-from fivefold.launch.world import find_world
+from fivefold.launch.processes import Workers, kept_if_one_dies
+from fivefold.launch.worker import imported
+from fivefold.launch.workers import gpus, start_workers
+from fivefold.launch.world import device_kind, find_world, join
 from fivefold.parallel.layout import COMPUTE, Layout
-from fivefold.verification.request import MORE, QUICK_STEPS, STEPS, VerifyRequest
+from fivefold.verification.report import VerifyReport
+from fivefold.verification.request import MORE, QUICK_STEPS, STEPS, VerifyRequest, report_on
 
-if TYPE_CHECKING:
-    from fivefold.verification.report import VerifyReport
+Publish = Callable[[VerifyReport], object]
 
 
 def main(
@@ -34,8 +36,8 @@ def main(
     seq_length: int | None = None,
     seed: int = 1234,
     quiet: bool = False,
-    publish: "Callable[[VerifyReport], object] | None" = None,
-) -> "VerifyReport":
+    publish: Publish | None = None,
+) -> VerifyReport:
     """Prove `layouts` (texts, each read like `layout: TEXT` in a run file) for the model of a run file.
 
     `path` None: the demo's. `thin`: a narrow model with a layer of each kind; `quick`: that, and fewer steps.
@@ -50,23 +52,20 @@ def main(
         config=config.to_yaml(), layouts={name: str(layout) for name, layout in found.items()}, thin=thin or quick,
         steps=steps or (QUICK_STEPS if quick else STEPS), seq_length=seq_length, seed=seed, quiet=quiet,
     )  # fmt: skip
-    from fivefold.verification.launch import start
-
-    return start(config, request, publish or (lambda report: None))
+    return _start(config, request, publish or (lambda report: None))
 
 
 def before_training(config: RunConfig, layout: Layout) -> None:
     """Prove the layout of a run on a thin model in fp64, and print the result. Raises `RunFailed` if it is wrong."""
-    from fivefold.verification.launch import start
 
-    def say(report: "VerifyReport") -> None:
+    def say(report: VerifyReport) -> None:
         if report.ok:
             print(f"{text} is proved on thin weights: {len(report.rows)} comparisons with one process", flush=True)
 
     text = str(layout)
     layouts = {text: str(replace(layout, precision="fp64"))}
     request = VerifyRequest(config=config.to_yaml(), layouts=layouts, thin=True, steps=QUICK_STEPS, quiet=True)
-    report = start(config, request, say)
+    report = _start(config, request, say)
     if not report.ok:
         raise RunFailed(
             f"{text} does not compute what one process computes: {report.found[0].why}",
@@ -100,3 +99,46 @@ def resolve(path: Path | None, overrides: Sequence[str], texts: Sequence[str], p
             raise UserError(f"layout {text} is named twice", fix="name each layout once", more=MORE)
         found[text] = layout
     return found
+
+
+def _start(config: RunConfig, request: VerifyRequest, publish: Publish) -> VerifyReport:
+    """Prove the layouts of `request`, for the model of `config`: on workers, or in the world of this process. Only the
+    latter imports torch here; otherwise the workers import it while this process waits."""
+    world = find_world("cpu")  # finds the world without importing torch
+    if world is None:
+        report = _over_workers(request, device_kind(config.train.device))
+        publish(report)
+        return report
+    imported("fivefold.verification.ranks")
+    from fivefold.verification.ranks import inside
+
+    here = find_world(config.train.device) or world
+    with join(here, timeout=config.launch.timeout), said_once(here):
+        return inside(request, here, Path(config.run.dir), publish)
+
+
+def _over_workers(request: VerifyRequest, kind: str) -> VerifyReport:
+    """Start as many workers as the largest layout has ranks. Their logs are kept only after a failure, which names
+    them. Raises `UserError` if there are fewer GPUs."""
+    workers = max(layout.world for layout in request.parsed.values())
+    devices = gpus() if kind == "cuda" else workers
+    if workers > devices:
+        raise UserError(
+            f"a layout of {workers} ranks, but this machine has {devices} GPUs",
+            fix="prove it on the CPU: train.device=cpu, with --thin for a large model",
+            more=MORE,
+        )
+    if not request.quiet:
+        print(f"starting {workers} worker{'s' * (workers > 1)} on {kind} ...", flush=True)
+    with kept_if_one_dies("verify") as kept:
+        scratch = kept / "scratch"
+        scratch.mkdir()
+        request = replace(request, scratch=str(scratch))
+        body = {"verify": asdict(request), "device": kind}
+        try:
+            with Workers("fivefold.verification.ranks:on_worker", count=workers) as crew:
+                start_workers(crew, body, logs=kept / "logs")
+        except WorkerDied:
+            shutil.rmtree(scratch)  # keep only the logs: models and references are large
+            raise
+        return report_on(request, request, workers)

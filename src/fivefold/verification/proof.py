@@ -40,9 +40,9 @@ from fivefold.training.objectives import Objective
 from fivefold.training.optimizers import build_optimizer, rule_for
 from fivefold.training.optimizers.states import restored_state
 from fivefold.training.step import local_gradients
-from fivefold.verification import teacher_by_hand
 from fivefold.verification.comparison import Comparison
 from fivefold.verification.exact import exactly
+from fivefold.verification.objectives_by_hand import teacher_targets
 from fivefold.verification.observer import Observer
 from fivefold.verification.proof_case import LEARNING_RATE, Documents, ProofCase, micro_batches, row_numbers, tokens_of
 from fivefold.verification.reference_tensors import ReferenceTensors, logit_distances
@@ -224,7 +224,7 @@ class Proof:
                 named = logits.double().log_softmax(-1).gather(-1, tokens[b, own].cpu())
                 asked.add(log_probs[b, own].cpu(), expected)
                 asked.add(named, expected)
-            followed.append(replace(batch, teacher=teacher_by_hand.followed(self.case, batch, [*rows])))
+            followed.append(replace(batch, teacher=teacher_targets(self.case, batch, [*rows])))
         loss = training.accumulate(self.model, followed).reshape(1).cpu()
         distances = {"teacher/asked": asked, "teacher/loss": Distance().add(loss, self.reference.whole("teacher/loss"))}
         self.compare.in_order("teacher", distances)

@@ -51,9 +51,8 @@ from fivefold.verification.proof_case import (
 from fivefold.verification.reduced_model import make_folder
 from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.report import VerifyReport
-from fivefold.verification.request import VerifyRequest
+from fivefold.verification.request import SUBJECT, VerifyRequest, read_found, reference_file, report_on, write_found
 from fivefold.verification.results import LayoutResult
-from fivefold.verification.scratch import SUBJECT, read_found, reference_file, report_on, write_found
 
 POLL_SECONDS = 0.05
 WHOLE = 2**31  # no vocabulary is larger: a loss of the user's own may name any token

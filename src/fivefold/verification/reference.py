@@ -36,7 +36,7 @@ from fivefold.parallel.nodes import by_hand as wire_by_hand
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.training.inputs import loss_at
 from fivefold.training.optimizers import Weights, rule_for
-from fivefold.verification import preference_by_hand, states_by_hand, teacher_by_hand
+from fivefold.verification import objectives_by_hand, states_by_hand
 from fivefold.verification.dropout_by_hand import Draws
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import by_row, watch
@@ -139,10 +139,10 @@ class Reference:
         self._sync()
         self.balance.is_on = False  # without router losses
         with exactly(self.precision):
-            sums, counts = preference_by_hand.log_probs(
+            sums, counts = objectives_by_hand.answer_log_probs(
                 self.case, lambda ids: self.model(input_ids=ids.to(self.device)).logits, master_dtype(self.precision)
             )  # fmt: skip
-            loss, metrics = preference_by_hand.loss(self.case, sums, counts)
+            loss, metrics = objectives_by_hand.preference_loss(self.case, sums, counts)
             self._preference_gradients(loss, sums)
         self.balance.is_on = True
         numbers = {"log-probabilities": sums, "loss": loss.reshape(1), "metrics": metrics}
@@ -172,11 +172,11 @@ class Reference:
         for row, start, ids, targets in self._sequences(self.case.documents(0)):
             with exactly(self.precision):
                 logits = self.model(input_ids=ids[None]).logits[0].to(master_dtype(self.precision))
-                loss = teacher_by_hand.loss(self.case, logits[: len(targets)], targets, row, start)
+                loss = objectives_by_hand.distillation_loss(self.case, logits[: len(targets)], targets, row, start)
                 (loss / count).backward()  # type: ignore[no-untyped-call]
             self._collect(row)
             summed += loss.item()
-            asked[row, start : start + len(ids)] = teacher_by_hand.likeliest(self.case, logits.detach()).cpu()
+            asked[row, start : start + len(ids)] = objectives_by_hand.top_log_probs(self.case, logits.detach()).cpu()
         self.reductions.end()
         self.balance.is_on = True
         self._keep("teacher", {"asked": asked, "loss": torch.tensor([summed / count], dtype=torch.float64)})

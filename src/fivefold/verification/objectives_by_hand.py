@@ -1,16 +1,24 @@
-"""Preference objectives as in their papers (and as TRL computes them), with autograd through the whole formula: the
-reference for `training/preference.py`, which works in the loss of a micro batch."""
+"""Objectives besides cross entropy, written out with autograd through the whole formula: the reference for
+`training/preference.py`, which works in the loss of a micro batch, and for `parallel/loss/runtime.py`, which uses only a
+teacher's top-k tokens. Preferences are as in their papers, and as TRL computes them.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+from fivefold.data.batch import IGNORE, MicroBatch, TeacherTargets
 from fivefold.verification.proof_case import ProofCase
 
 
-def log_probs(case: ProofCase, logits_of: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def answer_log_probs(
+    case: ProofCase, logits_of: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Summed log-probabilities of the answers and their numbers of tokens, [P, 2] each. `logits_of`: [B, T] ->
     [B, T, V] for sequences; each answer is one. Both answers of a whole row are computed together, because
     scales of matmuls span a row."""
@@ -29,7 +37,7 @@ def log_probs(case: ProofCase, logits_of: Callable[[Tensor], Tensor], dtype: tor
     return torch.stack(sums).view(-1, 2), torch.tensor(counts, dtype=dtype, device=sums[0].device).view(-1, 2)
 
 
-def loss(case: ProofCase, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def preference_loss(case: ProofCase, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """The mean loss over pairs, and the means of the metrics: rewards of the chosen and the rejected answers, the
     margin, the accuracy, and their log-probabilities, in the order of `objectives.METRICS`. Raises `ValueError` for an
     objective without a formula."""
@@ -91,3 +99,50 @@ def _kto(case: ProofCase, sums: Tensor) -> tuple[Tensor, Tensor]:
 
 
 RATED: dict[str, Callable[[ProofCase, Tensor], tuple[Tensor, Tensor]]] = {"kto": _kto}
+
+
+# ---- distillation: both softmaxes over the whole vocabulary ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TeacherRow:
+    """A teacher's output at the positions of a row: tokens and log-probabilities, [T, K] each."""
+
+    tokens: NDArray[np.int64]
+    log_probs: NDArray[np.float64]
+
+
+def teacher_row(case: ProofCase, row: int) -> TeacherRow:
+    """The random output of a teacher other than the model of the case, the likeliest tokens first."""
+    rng = np.random.default_rng([case.seed, 1_000_039, row])
+    shape = (case.row_length, case.vocabulary)
+    logits = torch.from_numpy(rng.normal(0, 2, shape))
+    top = logits.log_softmax(-1).topk(case.followed)
+    return TeacherRow(top.indices.numpy(), top.values.numpy())
+
+
+def teacher_targets(case: ProofCase, batch: MicroBatch, rows: list[int]) -> TeacherTargets:
+    """That teacher's output at the targets of a micro batch with these rows."""
+    shape = (*batch.labels.shape, case.followed)
+    tokens, log_probs = np.zeros(shape, np.int32), np.zeros(shape)
+    for b, row in enumerate(rows):
+        has_target, of_row = batch.labels[b] != IGNORE, teacher_row(case, row)
+        at = np.flatnonzero(has_target)
+        tokens[b, at], log_probs[b, at] = of_row.tokens[at], of_row.log_probs[at]
+    return TeacherTargets(tokens, log_probs, case.temperature, case.alpha)
+
+
+def distillation_loss(case: ProofCase, logits: Tensor, targets: Tensor, row: int, start: int) -> Tensor:
+    """The loss summed over the targets [n] of a document that begins at `start` of its row. `logits`: [n, V]."""
+    at, of_row = slice(start, start + len(targets)), teacher_row(case, row)
+    tokens, log_probs = (torch.from_numpy(array[at]).to(logits.device) for array in (of_row.tokens, of_row.log_probs))
+    wanted = torch.zeros_like(logits).scatter(-1, tokens, (log_probs / case.temperature).softmax(-1).to(logits))
+    own = (logits / case.temperature).log_softmax(-1)
+    apart = F.kl_div(own, wanted, reduction="none").sum(-1)[targets != IGNORE].sum()
+    text = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE)
+    return case.alpha * case.temperature**2 * apart + (1 - case.alpha) * text
+
+
+def top_log_probs(case: ProofCase, logits: Tensor) -> Tensor:
+    """Log-probabilities of a model's own top-k tokens, [..., V] -> [..., K]."""
+    return logits.log_softmax(-1).topk(case.followed).values
