@@ -27,7 +27,7 @@ from tests.verification.faults import FAULTS, Fault
 from tests.verification.mutation import prove, prove_fault, sound_losses
 
 from common import RESULTS, machine
-from fivefold.verification.results import Row as Comparison
+from fivefold.verification.results import ComparisonRow
 from pages import put_between
 
 DOCS = Path(__file__).parents[1] / "docs" / "evidence" / "faults.md"
@@ -107,7 +107,7 @@ def tried(fault: Fault, folder: Path, *, steps: int) -> Row:
     """Plant a fault and look."""
     outcome = prove_fault(fault, folder, steps=steps)
     refused = outcome.found.refused.splitlines()
-    first = outcome.row or Comparison("refused" if refused else "", 0.0, 0.0, True, "".join(refused[:1]))
+    first = outcome.row or ComparisonRow("refused" if refused else "", 0.0, 0.0, True, "".join(refused[:1]))
     found = Row(
         name=fault.name, bug=fault.bug, known=fault.known, model=str(fault.model), layout=fault.layout,
         kind=fault.kind, killed=outcome.is_killed, what=first.what, where=first.where, error=first.error,

@@ -36,9 +36,9 @@ import torch
 from transformers import AutoConfig
 
 from common import LEARNING_RATE, OPTIONS, RESULTS, SEED, machine
-from fivefold.calibration.calibrate import calibrate
-from fivefold.calibration.hardware_file import parsed
+from fivefold.calibration import calibrate
 from fivefold.data.batch import MicroBatch, Piece, assemble
+from fivefold.hardware.cluster import Cluster
 from fivefold.launch.processes import Workers
 from fivefold.launch.workers import start_workers
 from fivefold.launch.world import World
@@ -246,7 +246,7 @@ def planned(case: Case, hardware: str, rows: int) -> Estimate:
     """Of the case on as many devices of a machine as it has ranks. `hardware`: the text of its hardware file."""
     here = re.sub(r'^cluster = ".*"$', f'cluster = "1x{case.layout.world}xcpu"', hardware, flags=re.MULTILINE)
     workload = {"seq_length": LENGTH, "global_batch_size": rows}
-    return estimate(hf_config(case.family).to_dict(), parsed(here), workload, case.layout)
+    return estimate(hf_config(case.family).to_dict(), Cluster.of_toml(here), workload, case.layout)
 
 
 def row_of(case: Case, of: Estimate, seen: Measured) -> Row:

@@ -215,9 +215,8 @@ def in_group(out: Path, number: int, world: Any, work: Callable[..., Any], *give
 
 def calibrated(world: Any) -> str:
     """The hardware file of `fivefold calibrate --nodes`, on the first rank, with messages as large as these layers'."""
-    from fivefold.calibration import probes
-    from fivefold.calibration.calibrate import written
-    from fivefold.calibration.found import Found, Sizes
+    from fivefold.calibration import probes, written
+    from fivefold.calibration.fit import Measurements, Sizes
     from fivefold.hardware.cluster import Cluster
 
     messages = (2**12, 2**16, 2**20, 2**21)
@@ -225,7 +224,7 @@ def calibrated(world: Any) -> str:
     told = probes.on_rank({"sizes": asdict(sizes)}, world)
     if told is None:
         return ""
-    found = [Found.of_json(one) for one in told["ranks"]]
+    found = [Measurements.of_json(one) for one in told["ranks"]]
     return written(Cluster.parse(f"{len(NODES)}x{RANKS}xcpu"), found)[0]
 
 

@@ -39,7 +39,7 @@ from fivefold.training import step as training_step
 from fivefold.training.optimizers import build_optimizer, rule_for
 from fivefold.verification.exact import exactly
 from fivefold.verification.proof_case import ProofCase
-from fivefold.verification.reference import Reference
+from fivefold.verification.reference import ReferenceRun
 from tests.families import TINY
 
 VOCABULARY, ROW, PAD = 101, 23, 3
@@ -166,7 +166,7 @@ class _Subject(ProofCase):
 Loss = Callable[[nn.Module, list[np.ndarray]], Tensor]  # of the documents of a global batch
 
 
-class _WithLoss(Reference):
+class _WithLoss(ReferenceRun):
     """The reference with another loss."""
 
     of_batch: Loss
@@ -182,7 +182,7 @@ class _WithLoss(Reference):
 def reference(case: Case, *, loss: Loss | None = None) -> Outcome:
     """Run the case in one process, in fp64, by the reference of `fivefold.verification`. `loss`: another one than the
     mean cross entropy."""
-    kind = Reference if loss is None else type("WithLoss", (_WithLoss,), {"of_batch": staticmethod(loss)})
+    kind = ReferenceRun if loss is None else type("WithLoss", (_WithLoss,), {"of_batch": staticmethod(loss)})
     model = reference_model(case, torch.float32)
     found = kind(subject(case), "fp64", "cpu", model=model).run([]).tensors
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

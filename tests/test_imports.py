@@ -227,7 +227,7 @@ def test_what_stands_before_a_run_loads_no_torch() -> None:
         """
 import sys, pkgutil, importlib, fivefold, fivefold.cli.train, fivefold.data.prepare, fivefold.training.launch
 import fivefold.verification
-import fivefold.comparison.launch
+import fivefold.comparison, fivefold.generation, fivefold.calibration
 for room in ("core", "config", "report"):
     for module in pkgutil.walk_packages([f"{fivefold.__path__[0]}/{room}"], f"fivefold.{room}."):
         importlib.import_module(module.name)

@@ -144,10 +144,10 @@ def compare(
     """Train run files (none: the demo's) alternately and compare them, as `fivefold compare` does.
 
     `vary`: for one run file, the keys set in each further configuration: `[{"precision.fp8": "rowwise"}]`. The other
-    options are those of `fivefold.comparison.launch.Request`. The report's `.rows` are those of the table; `.ok` is
+    options are those of `fivefold.comparison.Request`. The report's `.rows` are those of the table; `.ok` is
     True if every run was trained. Raises `UserError`.
     """
-    from fivefold.comparison.launch import Request, main
+    from fivefold.comparison import Request, main
 
     request = Request(
         paths=[Path(item) for item in paths], overrides=_written(overrides), vary=[_written(item) for item in vary],
@@ -285,8 +285,7 @@ def generate(
     ([tokens] or [1, tokens]) and then returns tokens. Raises `UserError` for options that do not fit.
     """
     if isinstance(model, Run | str | Path):
-        from fivefold.generation import GenerateRequest
-        from fivefold.generation.launch import start
+        from fivefold.generation import GenerateRequest, start
 
         device, quiet = options.pop("device", "auto"), options.pop("quiet", True)
         name = str(model.path if isinstance(model, Run) else model)

@@ -11,12 +11,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from fivefold.calibration import calibrate as calibration
-from fivefold.calibration import hardware_file
-from fivefold.calibration.fit import _positive, errors, fitted
-from fivefold.calibration.found import Collective, Found, Matmul, Sizes
+from fivefold import calibration
+from fivefold.calibration.fit import Collective, Matmul, Measurements, Sizes, _positive, errors, fitted
 from fivefold.core.errors import UserError
-from fivefold.hardware.cluster import Cluster
+from fivefold.hardware.cluster import Cluster, to_toml
 from fivefold.launch import once
 from fivefold.launch.failure import WorkerDied
 from fivefold.parallel.collectives import Call
@@ -26,7 +24,7 @@ from tests.commands import fivefold
 TINY = Sizes(rows=(16, 64), widths=(32, 64, 128), lengths=(32,), traffic=2**16, messages=(2**12, 2**16), seconds=1e-4)
 
 
-def found_on(cluster: Cluster) -> Found:
+def found_on(cluster: Cluster) -> Measurements:
     """What probes would find on a machine that is as `cluster` says."""
     chip = replace(cluster.chip, step_fraction=1.0)  # a probe is short: the clocks stay up
 
@@ -53,7 +51,7 @@ def found_on(cluster: Cluster) -> Found:
         at = {"between": list(collectives(whole, between)), "one_per_node": list(collectives(places, between))}
         return {**at, "meeting_between": between}
 
-    return Found(
+    return Measurements(
         matmuls=list(matmuls()), attention=[("bf16", 1e12, attention_seconds(chip, 1e12, "bf16"))],
         traffic=chip.memory_bytes_per_second, launch=chip.launch_us * 1e-6,
         collectives=list(collectives(range(cluster.devices_per_node), inside)), memory=chip.memory_bytes,
@@ -83,7 +81,7 @@ def test_a_fit_finds_the_machine_again(text: str) -> None:
             ),
         ),
     )  # fmt: skip
-    mine = hardware_file.parsed(hardware_file.text({"cluster": table.text, **fitted(table, [found_on(slow)] * 2)}))
+    mine = Cluster.of_toml(to_toml({"cluster": table.text, **fitted(table, [found_on(slow)] * 2)}))
     if table.chip.is_host:  # as many processes as cores: each has its own
         assert (mine.node.cores, mine.crowding) == (table.devices_per_node, 1)
     found = found_on(mine), found_on(slow)
@@ -121,7 +119,7 @@ def test_a_hop_without_latency_is_a_number_of_a_file() -> None:
     table = Cluster.parse("2x2xcpu")
     found = found_on(table)
     odd = replace(found, between=[(kind, size, size * 1e-6) for kind, size, _ in found.between])
-    mine = hardware_file.parsed(hardware_file.text({"cluster": table.text, **fitted(table, [odd])}))
+    mine = Cluster.of_toml(to_toml({"cluster": table.text, **fitted(table, [odd])}))
     assert mine.node.between.latency_us == 0 < mine.node.between.bytes_per_second
 
 

@@ -11,12 +11,11 @@ from unittest.mock import patch
 import pytest
 
 from fivefold.calibration import learn
-from fivefold.calibration.hardware_file import parsed, text
-from fivefold.calibration.learn import DOUBTS, Factors, Seen, corrected, explained, seen_in
+from fivefold.calibration.learn import DOUBTS, Factors, StepMeasurement, corrected, explained, seen_in
 from fivefold.calibration.learn import _start as start_of
 from fivefold.core import history
 from fivefold.core.errors import UserError
-from fivefold.hardware.cluster import Cluster
+from fivefold.hardware.cluster import Cluster, to_toml
 from fivefold.parallel.layout import Layout
 from fivefold.planner.doubt import ITEMS
 from fivefold.planner.estimate import Estimate, Workload, estimate
@@ -46,9 +45,9 @@ def learned(tree: dict[str, Any], seconds: float) -> tuple[Factors, Estimate]:
     """After a run of so many seconds a step."""
     factors = Factors(dict.fromkeys(DOUBTS, 0.0), DOUBTS)
     for _ in range(5):
-        now = planned(parsed(text(corrected(tree, factors.logs))))
-        factors = explained(now, Seen(seconds, 0.02, None), factors.logs)
-    return factors, planned(parsed(text(corrected(tree, factors.logs))))
+        now = planned(Cluster.of_toml(to_toml(corrected(tree, factors.logs))))
+        factors = explained(now, StepMeasurement(seconds, 0.02, None), factors.logs)
+    return factors, planned(Cluster.of_toml(to_toml(corrected(tree, factors.logs))))
 
 
 @pytest.mark.parametrize("slower", [0.8, 1.0, 1.5])
@@ -66,7 +65,7 @@ def test_a_term_moves_by_its_share_and_its_doubt() -> None:
     halves = tuple(
         replace(row, amount=0.5 * (row.item in ("matmuls", "tp"))) for row in before.rows if row.part == "time"
     )
-    found = explained(replace(before, rows=halves), Seen(1.1, 1e-9, None), dict.fromkeys(DOUBTS, 0.0))
+    found = explained(replace(before, rows=halves), StepMeasurement(1.1, 1e-9, None), dict.fromkeys(DOUBTS, 0.0))
     assert found.logs["links"] / found.logs["matmuls"] == pytest.approx((0.4 / 0.12) ** 2)
     assert sum(found.logs.values()) / 2 == pytest.approx(log(1.1))
     assert found.logs["host"] == 0 and found.doubts["host"] == DOUBTS["host"]
@@ -92,11 +91,11 @@ def test_devices_that_share_cores_are_corrected_as_one_by_itself() -> None:
     """4 processes on 2 cores: a file that corrects nothing says the same machine; links twice as slow take twice as
     long to send, to hop and to meet."""
     tree = {"cluster": "4xcpu", "node": {"cores": 2}}
-    usual, same = (parsed(text(each)) for each in (tree, corrected(tree, dict.fromkeys(DOUBTS, 0.0))))
+    usual, same = (Cluster.of_toml(to_toml(each)) for each in (tree, corrected(tree, dict.fromkeys(DOUBTS, 0.0))))
     assert same.chip.flops_per_second("fp32") == pytest.approx(usual.chip.flops_per_second("fp32"), rel=0.01)
     assert same.chip.memory_bytes_per_second == pytest.approx(usual.chip.memory_bytes_per_second, rel=0.01)
     assert same.node.inside.latency_us == pytest.approx(usual.node.inside.latency_us, rel=0.01)
-    slow = parsed(text(corrected(tree, {**dict.fromkeys(DOUBTS, 0.0), "links": log(2)})))
+    slow = Cluster.of_toml(to_toml(corrected(tree, {**dict.fromkeys(DOUBTS, 0.0), "links": log(2)})))
     assert slow.node.inside.meet_us == pytest.approx(2 * usual.node.inside.meet_us, rel=0.01) != 0
     assert slow.node.inside.bytes_per_second == pytest.approx(usual.node.inside.bytes_per_second / 2, rel=0.01)
 
@@ -105,7 +104,7 @@ def test_matmuls_that_are_faster_than_the_data_sheet_are_a_new_peak() -> None:
     """Four times as fast: more than all of the peak."""
     usual = Cluster.parse("8xA100-80")
     logs = {**dict.fromkeys(DOUBTS, 0.0), "matmuls": log(1 / 4)}
-    found = parsed(text(corrected({"cluster": "8xA100-80"}, logs)))
+    found = Cluster.of_toml(to_toml(corrected({"cluster": "8xA100-80"}, logs)))
     assert found.chip.matmul_fraction["bf16"] == 1
     assert found.chip.flops_per_second("bf16") == pytest.approx(4 * usual.chip.flops_per_second("bf16"), rel=0.01)
 
@@ -126,7 +125,7 @@ def test_what_a_run_measured_is_of_its_newest_start(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in peaks))
     spans = SimpleNamespace(spans=lambda: [(None, 0, 9), (None, 9, None)])
     with patch.object(learn.history, "load", lambda _: spans):
-        assert learn.seen_in(tmp_path) == Seen(2.0, 0.02, 3.0)
+        assert learn.seen_in(tmp_path) == StepMeasurement(2.0, 0.02, 3.0)
 
 
 def test_every_item_of_time_is_a_term_or_follows_from_them() -> None:
@@ -167,7 +166,7 @@ def test_steps_of_damaged_metrics_are_left_out(tmp_path: Path, seconds: Any) -> 
     rows += [{"step": 7, "perf/step_seconds": seconds}, {"step": 8}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if not isinstance(seconds, str | list) and seconds != 10**400:  # these rows are damaged as a whole
-        assert seen_in(tmp_path) == Seen(0.5, 0.02, None)
+        assert seen_in(tmp_path) == StepMeasurement(0.5, 0.02, None)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[-2:] * 5))
     with pytest.raises(UserError, match="too few steps"):
         seen_in(tmp_path)

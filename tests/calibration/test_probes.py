@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fivefold.calibration import probes
-from fivefold.calibration.fit import _joined
-from fivefold.calibration.found import Found, Sizes
+from fivefold.calibration.fit import Measurements, Sizes, _joined
 from fivefold.calibration.probes import Timer
 
 SIZES = Sizes(rows=(16,), widths=(32,), lengths=(64,), traffic=1200, messages=(4096,), seconds=1e-4)
@@ -111,7 +110,7 @@ def test_of_what_ranks_do_together_the_least_counts(monkeypatch: pytest.MonkeyPa
 
 def test_workers_are_joined_by_the_median_and_the_worst() -> None:
     """A collective is as slow as its slowest rank; memory is that of the worker with the least."""
-    one = Found(
+    one = Measurements(
         matmuls=[("fp32", 1, 1, 1, 1.0)], attention=[("fp32", 1.0, 1.0)], traffic=1.0, launch=1.0,
         collectives=[("send", 1, 1.0)], memory=1, context=1, host=1.0, meeting=1.0,
     )  # fmt: skip

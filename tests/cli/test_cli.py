@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from fivefold import cli
+from fivefold import cli, generation
 from fivefold.cli.train import split_arguments
 from fivefold.config import load_config
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.generation import GenerateRequest
-from fivefold.generation import launch as generation_launch
 from fivefold.launch.failure import WorkerDied
 from fivefold.parallel.adapters.merge_check import MergeCheck
 from fivefold.training import launch
@@ -249,7 +248,7 @@ def test_overrides_from_python_arrive_as_they_are(monkeypatch: pytest.MonkeyPatc
 
 def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(generation_launch, "start", lambda *given, **named: calls.append((given, named)))
+    monkeypatch.setattr(generation, "start", lambda *given, **named: calls.append((given, named)))
     done = SimpleNamespace(dtype="torch.bfloat16", parameters=1_234_567, bytes=2_469_134, is_adapter=False, lacks={})
     done.check, done.push = MergeCheck(2e-7, 1.5e-2), None
     module = import_module("fivefold.checkpoint.export")  # the package has a function of this name
@@ -283,10 +282,10 @@ def test_generate_has_one_set_of_defaults() -> None:
 
 
 def test_answers_have_more_room_than_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fivefold.generation import MAX_NEW_TOKENS, MAX_NEW_TOKENS_CHAT, launch
+    from fivefold.generation import MAX_NEW_TOKENS, MAX_NEW_TOKENS_CHAT
 
     asked: list[GenerateRequest] = []
-    monkeypatch.setattr(launch, "start", lambda request, device: asked.append(request))
+    monkeypatch.setattr(generation, "start", lambda request, device: asked.append(request))
     for given in (["--prompt", "a"], ["--chat"], ["--chat", "--max-new-tokens", "3"]):
         with pytest.raises(SystemExit):
             cli.main(["generate", "m", *given])

@@ -12,10 +12,10 @@ import yaml
 from rich.console import Console
 
 from fivefold import cli
+from fivefold.comparison import RECORD, ComparisonRuns, Request, main
 from fivefold.comparison.configurations import Configuration, Contest, PlannedRun, fresh, in_turns, unlike
-from fivefold.comparison.launch import RECORD, Comparison, Request, main
-from fivefold.comparison.logs import Step
-from fivefold.comparison.measure import Measured, rows
+from fivefold.comparison.logs import LoggedStep
+from fivefold.comparison.measure import MeasuredRun, rows
 from fivefold.comparison.report import CompareReport
 from fivefold.config import RunConfig, load_config
 from fivefold.core.errors import RunFailed, UserError
@@ -64,7 +64,7 @@ def test_two_commands_do_not_share_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_a_long_name_is_broken_between_its_parts(width: int) -> None:
     name = "shard2.tp2+selective+fp8_rowwise, optimizer.state_dtype=8bit memory.offload_activations=true"
-    runs = [Measured(each, 1, 1, "", [], []) for each in ("a", name)]
+    runs = [MeasuredRun(each, 1, 1, "", [], []) for each in ("a", name)]
     found = CompareReport(
         title="", rows=tuple(rows(runs, [("a", 1), (name, 1)], {}, base="a")), ok=True, runs=tuple(runs)
     )
@@ -87,7 +87,7 @@ def test_a_number_of_devices_asked_twice_is_run_once() -> None:
 
 def test_a_run_that_went_on_is_done_when_its_last_start_is_and_warms_up_again(tmp_path: Path) -> None:
     contest = Contest.of([Configuration("a", None, (), load_config(None))], [1], 1)
-    (run,), comparison = contest.runs, Comparison(Request(), contest, tmp_path, [])
+    (run,), comparison = contest.runs, ComparisonRuns(Request(), contest, tmp_path, [])
     (tmp_path / run.name).mkdir()
     rows = [{"step": at, "train/tokens_seen": at, "perf/tokens_per_second_per_device": 1.0} for at in range(1, 11)]
     events: list[dict[str, Any]] = [{"event": "start", "step": 0}, {"event": "end", "step": 5, "what": "failed"}]
@@ -243,10 +243,10 @@ def test_a_log_beside_a_run_and_logs_alone(trainer: Trainer, capsys: pytest.Capt
 def headline_of(speeds: dict[str, list[float]], losses: dict[str, list[float]]) -> str:
     """The headline of a comparison of `a` with `b`, a run for each speed."""
     runs = [
-        Measured(name, 2, repeat, "", steps, steps)
+        MeasuredRun(name, 2, repeat, "", steps, steps)
         for name in speeds
         for repeat, (speed, loss) in enumerate(zip(speeds[name], losses[name], strict=True), start=1)
-        for steps in [[Step(at, 100 * at, loss, None, speed, 0.1) for at in (1, 2, 3)]]
+        for steps in [[LoggedStep(at, 100 * at, loss, None, speed, 0.1) for at in (1, 2, 3)]]
     ]
     found = tuple(rows(runs, [("a", 2), ("b", 2)], {}, base="a"))
     return CompareReport(title="", rows=found, ok=True, base="a", runs=tuple(runs)).headline

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.comparison.logs import Step, read
+from fivefold.comparison.logs import LoggedStep, read
 from fivefold.core.errors import UserError
 
 MEGATRON = (
@@ -33,38 +33,41 @@ def test_what_is_read(subtests: pytest.Subtests, tmp_path: Path) -> None:
     cases = [
         (
             "own.jsonl", '{"step": 3, "tokens": 300, "loss": 4.5, "tokens_per_second": 80}\nno row\n', " devices=4", 4,
-            Step(3, 300, 4.5, None, 20),
+            LoggedStep(3, 300, 4.5, None, 20),
         ),
-        ("a.csv", "step,loss,tps\n1,5.0,7\n2,4.5,8\n", " tokens_per_step=1k", None, Step(2, 2048, 4.5, None, 8)),
-        ("excel.csv", "\ufeffstep, loss, tps\n2, 4.5, 8\n", "", None, Step(2, None, 4.5, None, 8)),
-        ("trainer_state.json", json.dumps(STATE), "", None, Step(10, 1000, 4.5, 4.4)),
-        ("m.log", MEGATRON, " seq_length=4096 devices=8", 8, Step(10, 1280 * 4096, 4.5, 4.4, 128 * 4096 / 2 / 8)),
-        ("m.log", MEGATRON, "", None, Step(10, None, 4.5, 4.4)),
-        ("m.log", MEGATRON.replace("10 |", "10 on validation set |"), "", None, Step(10, None, 4.5, 4.4)),
+        ("a.csv", "step,loss,tps\n1,5.0,7\n2,4.5,8\n", " tokens_per_step=1k", None, LoggedStep(2, 2048, 4.5, None, 8)),
+        ("excel.csv", "\ufeffstep, loss, tps\n2, 4.5, 8\n", "", None, LoggedStep(2, None, 4.5, None, 8)),
+        ("trainer_state.json", json.dumps(STATE), "", None, LoggedStep(10, 1000, 4.5, 4.4)),
+        ("m.log", MEGATRON, " seq_length=4096 devices=8", 8, LoggedStep(10, 1280 * 4096, 4.5, 4.4, 128 * 4096 / 2 / 8)),
+        ("m.log", MEGATRON, "", None, LoggedStep(10, None, 4.5, 4.4)),
+        ("m.log", MEGATRON.replace("10 |", "10 on validation set |"), "", None, LoggedStep(10, None, 4.5, 4.4)),
         # Rows grew in number: samples are counted, not steps; and what is given stands above what is printed.
         (
             "m.log", MEGATRON.replace("1280", "900"), " seq_length=10 devices=8", 8,
-            Step(10, 9000, 4.5, 4.4, 1280 / 2 / 8),
+            LoggedStep(10, 9000, 4.5, 4.4, 1280 / 2 / 8),
         ),
         (
             "m.log", MEGATRON, " seq_length=10 devices=8 tokens_per_step=640", 8,
-            Step(10, 12800, 4.5, 4.4, 640 / 2 / 8),
+            LoggedStep(10, 12800, 4.5, 4.4, 640 / 2 / 8),
         ),
-        ("t.log", TITAN, " tokens_per_step=8192", None, Step(10, 81920, 4.5, 4.4, 5432, 12.5, 31.77)),
+        ("t.log", TITAN, " tokens_per_step=8192", None, LoggedStep(10, 81920, 4.5, 4.4, 5432, 12.5, 31.77)),
         (
             "wandb.jsonl",
             '{"_step": 2, "loss_metrics/global_avg_loss": 4.5, "n_tokens_seen": 64, "throughput(tps)": 9, '
             '"mfu(%)": NaN}',
-            "", None, Step(2, 64, 4.5, None, 9),
+            "", None, LoggedStep(2, 64, 4.5, None, 9),
         ),
-        ("excel.csv", "\ufeffstep,loss\n2,4.5\n", "", None, Step(2, None, 4.5)),
-        ("a.jsonl", f'{{"step": 2, "loss": 4.5, "tps": 1{"0" * 400}}}', "", None, Step(2, None, 4.5)),
+        ("excel.csv", "\ufeffstep,loss\n2,4.5\n", "", None, LoggedStep(2, None, 4.5)),
+        ("a.jsonl", f'{{"step": 2, "loss": 4.5, "tps": 1{"0" * 400}}}', "", None, LoggedStep(2, None, 4.5)),
         (
             "trainer_state.json", '{"log_history": [{"step": [1], "loss": 5}, {"step": 2, "loss": 4.5}]}',
-            "", None, Step(2, None, 4.5),
+            "", None, LoggedStep(2, None, 4.5),
         ),
-        ("m.log", MEGATRON.replace("(ms): ", "(ms): 1.2."), " seq_length=8 devices=1", 1, Step(10, 10240, 4.5, 4.4)),
-        ("a log.csv", "step,loss\n2,4.5\n", " devices=4  tokens_per_step=8", 4, Step(2, 16.0, 4.5)),
+        (
+            "m.log", MEGATRON.replace("(ms): ", "(ms): 1.2."),
+            " seq_length=8 devices=1", 1, LoggedStep(10, 10240, 4.5, 4.4),
+        ),
+        ("a log.csv", "step,loss\n2,4.5\n", " devices=4  tokens_per_step=8", 4, LoggedStep(2, 16.0, 4.5)),
     ]  # fmt: skip
     for number, (name, text, given, devices, last) in enumerate(cases):
         with subtests.test(msg=name + given, number=number):

@@ -4,21 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.comparison.logs import Log, Step, without_warm_up
-from fivefold.comparison.measure import Difference, Measured, Row, Spread, common_tokens, rows
+from fivefold.comparison.logs import LoggedStep, TrainerLog, without_warm_up
+from fivefold.comparison.measure import ConfigurationRow, MeasuredRun, PercentDifference, Spread, common_tokens, rows
 from fivefold.comparison.report import change, report_of
 
 
-def run(name: str, devices: int | None, repeat: int, speed: float, losses: list[float], rate: int = 100) -> Measured:
+def run(name: str, devices: int | None, repeat: int, speed: float, losses: list[float], rate: int = 100) -> MeasuredRun:
     """A run of a step for each of `losses`, `rate` tokens long, all at one speed; the last is evaluated, 1 higher."""
     steps = [
-        Step(at, rate * at, loss, loss + 1 if at == len(losses) else None, speed, at / 10)
+        LoggedStep(at, rate * at, loss, loss + 1 if at == len(losses) else None, speed, at / 10)
         for at, loss in enumerate(losses, start=1)
     ]
-    return Measured(name, devices, repeat, "", steps, steps)
+    return MeasuredRun(name, devices, repeat, "", steps, steps)
 
 
-def by_cell(found: list[Row]) -> dict[tuple[str, int | None], Row]:
+def by_cell(found: list[ConfigurationRow]) -> dict[tuple[str, int | None], ConfigurationRow]:
     return {(row.configuration, row.devices): row for row in found}
 
 
@@ -46,20 +46,20 @@ def test_a_difference_is_that_of_the_medians_and_is_held_against_its_spread(
     own: dict[int, float | None], base: dict[int, float | None], percent: float, low: float, high: float,
     measured: bool | None,
 ) -> None:  # fmt: skip
-    found = Difference.of(own, base)
+    found = PercentDifference.of(own, base)
     assert found is not None
     assert (found.percent, found.low, found.high) == pytest.approx((percent, low, high))
     assert found.measured is measured
 
 
 def test_nothing_in_common_is_no_difference() -> None:
-    assert Difference.of({1: 1.0}, {2: 1.0}) is None
-    assert Difference.of({1: None}, {1: 1.0}) is None
-    assert Difference.of({1: 1.0}, {1: 0.0}) is None
+    assert PercentDifference.of({1: 1.0}, {2: 1.0}) is None
+    assert PercentDifference.of({1: None}, {1: 1.0}) is None
+    assert PercentDifference.of({1: 1.0}, {1: 0.0}) is None
 
 
 def test_a_start_warms_up_again() -> None:
-    steps = [Step(at) for at in range(1, 11)]
+    steps = [LoggedStep(at) for at in range(1, 11)]
     assert [each.step for each in without_warm_up(steps, [0, 6], 2)] == [3, 4, 5, 6, 9, 10]
     assert without_warm_up(steps, [0, 6], 0) == steps
 
@@ -72,14 +72,14 @@ def test_losses_are_those_after_as_many_tokens() -> None:
     assert (short.loss(900), long.loss(900)) == (1, 5)
     assert (short.eval_loss(900), long.eval_loss(900)) == (2, None)  # evaluated after 1350 tokens alone
     assert run("c", 1, 1, 1.0, list(range(20))).loss(2000) == 18.5  # of the steps 19 and 20
-    early = replace(short, steps=[Step(1, 100, 9.0, 8.0), *short.steps[1:-1], Step(9, 900, 1.0)])
+    early = replace(short, steps=[LoggedStep(1, 100, 9.0, 8.0), *short.steps[1:-1], LoggedStep(9, 900, 1.0)])
     assert early.eval_loss(900) is None  # evaluated after 100 tokens alone
 
 
 def test_the_peak_is_that_of_all_steps() -> None:
     """Compilation and the first batches need the most, and are not timed."""
-    steps = [Step(1, peak_gib=3.0), Step(2, peak_gib=2.0)]
-    assert Measured("a", 1, 1, "", steps, steps[1:]).peak_gib == 3.0
+    steps = [LoggedStep(1, peak_gib=3.0), LoggedStep(2, peak_gib=2.0)]
+    assert MeasuredRun("a", 1, 1, "", steps, steps[1:]).peak_gib == 3.0
 
 
 def test_repeats_end_where_their_own_runs_do() -> None:
@@ -100,7 +100,7 @@ def test_each_column_has_one_base() -> None:
     ]
     found = by_cell(rows(runs, [("a", 1), ("b", 1), ("a", 2), ("b", 2)], {}, base="a"))
 
-    def percent(difference: Difference | None) -> float | None:
+    def percent(difference: PercentDifference | None) -> float | None:
         return difference and pytest.approx(difference.percent)
 
     assert [percent(row.decrease_pct) for row in found.values()] == [None, None, 20, 40]
@@ -138,7 +138,7 @@ def test_a_log_stands_against_the_median_of_the_repeats() -> None:
     runs = [run("a", 1, repeat, 10.0 * repeat, [3.0]) for repeat in (1, 2, 3)]
     runs += [run("other", 1, 0, 30.0, [3.3]), run("nowhere", None, 0, 30.0, [3.6])]
     found = by_cell(rows(runs, [("a", 1), ("other", 1), ("nowhere", None)], {}, base="a"))
-    assert found["other", 1].faster_pct == Difference(50, 50, 50, 1, None)
+    assert found["other", 1].faster_pct == PercentDifference(50, 50, 50, 1, None)
     assert found["nowhere", None].faster_pct is None
     difference = found["nowhere", None].loss_difference_pct
     assert difference is not None
@@ -150,14 +150,14 @@ def test_a_log_stands_against_the_median_of_the_repeats() -> None:
 
 @pytest.mark.parametrize(("measured", "said"), [(True, "+3.2"), (False, "(+3.2)"), (None, "+3.2?")])
 def test_a_difference_that_is_not_measured_stands_in_brackets(measured: bool | None, said: str) -> None:
-    assert change(Difference(3.2, 3, 4, 2, measured)) == said
+    assert change(PercentDifference(3.2, 3, 4, 2, measured)) == said
 
 
 def test_notes_say_how_a_difference_is_to_be_read() -> None:
     """Repeats of other lengths are no reason to say that some saw more tokens."""
     runs = [run("a", 1, repeat, 10.0, [3.0], rate) for repeat, rate in ((1, 100), (2, 90))]
     runs += [run("b", 1, repeat, speed, [3.0], rate) for repeat, rate, speed in ((1, 100, 9.0), (2, 90, 11.0))]
-    sides = [Log(name, (), 1, "") for name in "ab"]
+    sides = [TrainerLog(name, (), 1, "") for name in "ab"]
     notes = " ".join(report_of(runs, warmup=0, others=sides).notes)
     assert "(x): not larger than the range" in notes and "x?:" not in notes and "saw more tokens" not in notes
     notes = " ".join(report_of([*runs, run("b", 1, 3, 20.0, [3.0, 2.0]), run("a", 1, 3, 10.0, [3.0])], warmup=0,

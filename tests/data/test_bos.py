@@ -14,8 +14,8 @@ from fivefold.core.errors import UserError
 from fivefold.data import PreparedData, prepare
 from fivefold.data.chat import CHATML
 from fivefold.data.tokenizer import find_tokenizer
-from fivefold.generation.conversation import asked_ids
 from fivefold.generation.opened import _bos_of, _run_of
+from fivefold.generation.prompts import asked_ids
 from fivefold.generation.text import encode_prompt
 from tests.data.helpers import SEQ, config_for, pieces, prepare_texts, random_texts, segments, whole, write_jsonl
 

@@ -28,7 +28,7 @@ from fivefold.data.records import Records, example_of
 from fivefold.data.source import Source, resolve
 from fivefold.data.split import blocks_of
 from fivefold.data.tokenizer import _byte_characters, find_tokenizer
-from fivefold.generation.conversation import end_of_turn
+from fivefold.generation.prompts import end_of_turn
 from tests.data.helpers import config_for
 from tests.data.tokenizers import byte_folder
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fivefold.evaluation import EvaluateRequest
+from fivefold.evaluation.harness import log_probabilities
 from fivefold.evaluation.run import evaluate
-from fivefold.evaluation.scores import log_probabilities
 from fivefold.generation.opened import open_model
 from fivefold.launch.world import World
 from fivefold.verification.exact import exactly

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from fivefold.generation import GenerateRequest
 from fivefold.generation import decode as decoding
-from fivefold.generation.decode import Seen, decode, decode_rows, next_logits, ready
+from fivefold.generation.decode import KvCache, decode, decode_rows, next_logits, ready
 from fivefold.generation.run import generate
 from fivefold.generation.sampling import Sampling
 from fivefold.generation.text import encode_prompt, pieces
@@ -86,7 +86,7 @@ def continue_batch(
 
 def converse(case: Case, turns: list[list[int]], tokens: int) -> tuple[list[list[int]], list[int]]:
     """What is answered to each of some texts, each after all that was said; and the tokens through the model."""
-    model, said, answers, counts, seen = build(case), list[int](), [], [], Seen()
+    model, said, answers, counts, seen = build(case), list[int](), [], [], KvCache()
     for turn in turns:
         said += turn
         counted = Counted()

@@ -22,11 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fivefold.core.errors import UserError
 from fivefold.data.chat import CHATML, ChatTemplate
 from fivefold.data.tokenizer import find_tokenizer
-from fivefold.generation import GenerateRequest, conversation, prompts
-from fivefold.generation.conversation import asked_ids, end_of_turn, endings
-from fivefold.generation.launch import start
-from fivefold.generation.opened import Opened, open_model
-from fivefold.generation.prompts import read_records
+from fivefold.generation import GenerateRequest, prompts, start
+from fivefold.generation.opened import OpenModel, open_model
+from fivefold.generation.prompts import asked_ids, end_of_turn, endings, read_records
 from fivefold.generation.text import StoppedText
 from fivefold.launch.world import World, join
 from tests.checkpoint.folders import OVERRIDES, hf_folder
@@ -175,13 +173,13 @@ def test_the_end_of_a_turn_is_a_token_or_a_text(is_token: bool, tmp_path: Path) 
     tokenizer = info.load()
     if is_token:
         tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True)])
-    opened = Opened(tmp_path, None, tokenizer, info, (256,), {})
+    opened = OpenModel(tmp_path, None, tokenizer, info, (256,), {})
     assert endings(opened) == (((256, 257), ()) if is_token else ((256,), ("<|im_end|>",)))
 
 
 def test_a_template_that_writes_nothing_is_named(tmp_path: Path) -> None:
     info = replace(find_tokenizer("byte", model="", corpus=(), root=tmp_path), template=ChatTemplate(""))
-    opened = Opened(tmp_path, SimpleNamespace(config=tiny.llama()), info.load(), info, (256,), {})
+    opened = OpenModel(tmp_path, SimpleNamespace(config=tiny.llama()), info.load(), info, (256,), {})
     with pytest.raises(UserError, match="writes nothing of the conversation"):
         asked_ids(opened, [{"role": "user", "content": "hi"}])
 
@@ -398,8 +396,8 @@ def test_each_answer_of_a_conversation_draws_other_numbers_and_ends_at_the_stops
         given.append(options)
         yield "a"
 
-    monkeypatch.setattr(conversation, "pieces", pieces)
-    chat = conversation.Chat(Letters(), GenerateRequest(model="x", chat=True, stop=("#",), seed=5))  # type: ignore[arg-type]
+    monkeypatch.setattr(prompts, "pieces", pieces)
+    chat = prompts.Chat(Letters(), GenerateRequest(model="x", chat=True, stop=("#",), seed=5))  # type: ignore[arg-type]
     assert [*chat.answer("q"), *chat.answer("r")] == ["a", "a"]
     assert [each["seed"] for each in given] == [5, 6]
     assert all(each["stop"] == ("#", "<folder>", "<|im_end|>") for each in given)

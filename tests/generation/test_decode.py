@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fivefold.core.errors import UserError
-from fivefold.generation.decode import Seen, decode
-from fivefold.generation.sampling import Choice, Sampling
+from fivefold.generation.decode import KvCache, decode
+from fivefold.generation.sampling import Sampling, TokenChooser
 from tests.generation.ranks import (
     PROMPT,
     cache_error,
@@ -116,7 +116,7 @@ def plain() -> Any:
 
 
 def chosen(model: Any, logits_V: torch.Tensor, sampling: Sampling, times: int = 1) -> list[int]:
-    choice = Choice(model, PROMPT, sampling, seed=0, max_new_tokens=1)
+    choice = TokenChooser(model, PROMPT, sampling, seed=0, max_new_tokens=1)
     return [choice.choose(logits_V) for _ in range(times)]
 
 
@@ -240,7 +240,7 @@ def test_what_the_cache_holds_is_not_computed_again(case: Case) -> None:
 
 
 def test_a_history_that_was_changed_is_computed_again_from_there() -> None:
-    seen = Seen()
+    seen = KvCache()
     seen.ids, seen.length = [1, 2, 3, 4], 4
     seen.cache.update(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2), 0)
     assert (seen.reuse([1, 2, 9, 4, 5]), seen.ids, seen.length) == (2, [1, 2], 2)

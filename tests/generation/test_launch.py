@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from fivefold.core.errors import UserError
-from fivefold.generation import GenerateRequest, launch
+from fivefold.generation import GenerateRequest, start
 from fivefold.launch import once
 
 
@@ -15,7 +15,7 @@ def test_a_layout_larger_than_the_machine_is_refused_before_anything_starts(monk
     monkeypatch.setattr(once, "device_kind", lambda _: "cuda")
     monkeypatch.setattr(once, "gpus", lambda: 1)
     with pytest.raises(UserError, match="tp 2 needs 2 GPUs, but this machine has 1") as caught:
-        launch.start(GenerateRequest(model="runs/demo", prompt="def ", layout="tp2"))
+        start(GenerateRequest(model="runs/demo", prompt="def ", layout="tp2"))
     assert "--device cpu" in str(caught.value.fix)
 
 
@@ -40,12 +40,12 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path)
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "run.yaml").touch()
     with pytest.raises(UserError, match="neither a run folder") as caught:
-        launch.start(GenerateRequest(model=str(tmp_path / "dmeo"), prompt="def "), device="cpu")
+        start(GenerateRequest(model=str(tmp_path / "dmeo"), prompt="def "), device="cpu")
     assert caught.value.fix == f"runs in {tmp_path}: demo"
 
 
 def test_an_adapter_without_its_model_is_refused_with_what_to_name(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="is a PEFT adapter, without the model") as caught:
-        launch.start(GenerateRequest(model=str(tmp_path), prompt="def "), device="cpu")
+        start(GenerateRequest(model=str(tmp_path), prompt="def "), device="cpu")
     assert "--merge" in str(caught.value.fix)

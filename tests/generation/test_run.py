@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fivefold.core.errors import UserError
-from fivefold.generation import GenerateRequest
-from fivefold.generation.launch import start
+from fivefold.generation import GenerateRequest, start
 from tests.checkpoint.folders import OVERRIDES, hf_folder, save_run
 from tests.generation.ranks import from_folder
 from tests.parity import Case

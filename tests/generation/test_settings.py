@@ -9,8 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from fivefold.core.errors import UserError
-from fivefold.generation.sampling import Choice, Sampling
-from fivefold.generation.settings import check_values, end_tokens, not_used, stop_texts
+from fivefold.generation.sampling import Sampling, TokenChooser, check_values, end_tokens, not_used, stop_texts
 from tests.models import tiny
 
 PROMPT, TOKENS, END = [5, 71, 3, 44, 9, 71, 3], 24, 33
@@ -63,7 +62,7 @@ def theirs(model: Any, prompt: list[int]) -> list[int]:
 @torch.no_grad()
 def ours(model: Any, prompt: list[int]) -> list[int]:
     """What the steps of `decode_rows` choose, without a cache."""
-    choice, ids = Choice(model, prompt, Sampling(), seed=0, max_new_tokens=TOKENS), list(prompt)
+    choice, ids = TokenChooser(model, prompt, Sampling(), seed=0, max_new_tokens=TOKENS), list(prompt)
     for _ in range(TOKENS):
         ids.append(choice.choose(model(torch.tensor([ids])).logits[0, -1]))
         choice.add(ids[-1])
@@ -107,7 +106,7 @@ def test_a_setting_takes_part_in_what_is_drawn(model: Any) -> None:
     model.generation_config = GenerationConfig(min_p=0.3, suppress_tokens=[1])
     logits = torch.full((101,), -20.0)
     logits[:4] = torch.tensor([0.0, 1.0, -0.5, -2.0])
-    choice = Choice(model, PROMPT, Sampling(temperature=1.0), seed=0, max_new_tokens=TOKENS)
+    choice = TokenChooser(model, PROMPT, Sampling(temperature=1.0), seed=0, max_new_tokens=TOKENS)
     drawn = [choice.choose(logits) for _ in range(2000)]
     assert set(drawn) == {0, 2}  # 1 is suppressed, 3 has e^-2 of the likeliest: less than 0.3
     assert abs(drawn.count(0) / 2000 - 1 / (1 + 2.718281828**-0.5)) < 0.035

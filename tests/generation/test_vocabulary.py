@@ -11,9 +11,9 @@ from fivefold.data import PreparedData, prepare
 from fivefold.data.formats import discover
 from fivefold.data.source import Source, resolve
 from fivefold.data.tokenizer import find_tokenizer
-from fivefold.evaluation.perplexity import rows_of
-from fivefold.generation.conversation import asked_ids
-from fivefold.generation.opened import Opened, check_vocabulary
+from fivefold.evaluation.run import rows_of
+from fivefold.generation.opened import OpenModel, check_vocabulary
+from fivefold.generation.prompts import asked_ids
 from fivefold.training.model import build_model
 from tests.data import tokenizers_zoo as zoo
 from tests.data.helpers import config_for, write_jsonl
@@ -31,20 +31,20 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def opened(folder: Path, tmp_path: Path) -> Opened:
+def opened(folder: Path, tmp_path: Path) -> OpenModel:
     info = find_tokenizer(str(folder), model="", corpus=(), root=tmp_path / "cache")
     model: Any = SimpleNamespace(config=CONFIG)
-    return Opened(folder, model, info.load(), info, (0,), {})
+    return OpenModel(folder, model, info.load(), info, (0,), {})
 
 
-def test_a_prompt_and_a_conversation(opened: Opened) -> None:
+def test_a_prompt_and_a_conversation(opened: OpenModel) -> None:
     assert opened.prompt("a <|im_start|>").max() == 300
     for call in (opened.prompt, opened.encode, lambda text: asked_ids(opened, [{"role": "user", "content": text}])):
         with pytest.raises(UserError, match=NAMED):
             call("a <tool>")
 
 
-def test_a_text_that_is_evaluated(opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_is_evaluated(opened: OpenModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
     for text, largest in (("a <|im_start|> b", 300), ("a <tool> b", 302)):
         path = write_jsonl(tmp_path / "text.jsonl", [text])

@@ -23,7 +23,7 @@ from fivefold.parallel.loss.spec import OWN_LOSS_COPIES, logit_bytes
 from fivefold.parallel.loss.tasks import CrossEntropy, Head, OwnLoss
 from fivefold.parallel.lower import lower
 from fivefold.parallel.tensor.runtime import TensorParallel
-from fivefold.verification.reference import Reference
+from fivefold.verification.reference import ReferenceRun
 from tests.parity import Case, reference_model, subject
 
 TOKENS, VOCABULARY = 13, 29
@@ -123,7 +123,7 @@ def test_the_reference_of_a_proof_names_the_line_too(tmp_path: Path) -> None:
     case = Case("single", steps=1)
     asked = replace(subject(case), loss=f"{tmp_path / 'my_loss.py'}:fails")
     with pytest.raises(UserError, match=r"my_loss.py:2 in fails: IndexError"):
-        Reference(asked, "fp64", "cpu", model=reference_model(case, torch.float32)).run([])
+        ReferenceRun(asked, "fp64", "cpu", model=reference_model(case, torch.float32)).run([])
 
 
 @pytest.mark.parametrize(

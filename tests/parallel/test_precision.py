@@ -18,7 +18,7 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step
-from fivefold.verification.reference import Reference
+from fivefold.verification.reference import ReferenceRun
 from tests.parity import (
     OPTIONS,
     Case,
@@ -128,7 +128,7 @@ def bf16_gradients(case: Case, seed: int | None) -> tuple[float, dict[str, np.nd
         for parameter in model.parameters():
             bits = parameter.data.view(torch.int16)
             bits += torch.randint(0, 2, bits.shape, generator=generator, dtype=torch.int16) * 2 - 1
-    found = Reference(subject(case), "bf16", "cpu", model=model).run([]).tensors
+    found = ReferenceRun(subject(case), "bf16", "cpu", model=model).run([]).tensors
     names = [name for name, _ in model.named_parameters()]
     return float(found["losses"][0]), {name: found[f"gradient/{name}"].double().numpy() for name in names}
 

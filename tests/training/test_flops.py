@@ -7,9 +7,9 @@ from unittest.mock import Mock
 import pytest
 from transformers import AutoConfig
 
-from fivefold.calibration.hardware_file import text
 from fivefold.config import RunConfig
 from fivefold.hardware.chip import bf16_peak
+from fivefold.hardware.cluster import to_toml
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
@@ -88,7 +88,7 @@ def test_the_matmul_rate_of_a_cpu_is_that_of_its_calibration_file(tmp_path: Path
         "cluster": "4xcpu", "chip": {"doubt": 1, "peak_tflops": {"fp32": 0.2}, "matmul_fraction": {"fp32": 0.5}},
         "node": {"cores": 4},
     }  # fmt: skip
-    file.write_text(text(tables))
+    file.write_text(to_toml(tables))
     rates = [measured_tflops(str(file), "fp32", workers) for workers in (1, 2, 4, 8)]
     assert rates == pytest.approx([0.4, 0.2, 0.1, 0.05])
     job: Any = Mock(

@@ -11,8 +11,7 @@ import pytest
 from fivefold.config import RunConfig, load_config
 from fivefold.core.errors import UserError
 from fivefold.data.prepare import prepare
-from fivefold.generation import GenerateRequest
-from fivefold.generation.launch import start
+from fivefold.generation import GenerateRequest, start
 from fivefold.generation.prompts import Prompt
 from fivefold.launch.folder import next_commands
 from fivefold.training import evaluation

@@ -22,7 +22,7 @@ from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.optimizers.states import KeptState
 from fivefold.training.step import step_shape, train_step
-from fivefold.verification.reference import Reference
+from fivefold.verification.reference import ReferenceRun
 from fivefold.verification.states_by_hand import kept
 from tests.parity import Case, batch_of, build, documents, proof, reference_model, subject
 from tests.pool import run_ranks
@@ -105,7 +105,7 @@ CASES = [
 def test_layouts_keep_what_one_process_keeps(case: Case) -> None:
     """Losses of steps that see what three updates have left in the state; and its bytes are the planned ones."""
     model = reference_model(case, torch.float32)
-    about = Reference(subject(case), "fp64", "cpu", model=model, state_dtype=case.parsed.state_dtype)
+    about = ReferenceRun(subject(case), "fp64", "cpu", model=model, state_dtype=case.parsed.state_dtype)
     expected = about.run([]).tensors["losses"].tolist()
     for found in run_ranks(case.parsed.world, _train, case):
         assert found["losses"] == pytest.approx(expected, rel=1e-10)

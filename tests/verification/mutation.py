@@ -28,7 +28,7 @@ from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import CHUNKS, LEARNING_RATE, WEIGHT_DECAY, ProofCase
 from fivefold.verification.reduced_model import fill
 from fivefold.verification.reference_tensors import ReferenceTensors
-from fivefold.verification.results import LayoutResult, Row
+from fivefold.verification.results import ComparisonRow, LayoutResult
 from tests import pool
 from tests.parity import Case, hf_config
 from tests.training import bodies
@@ -112,7 +112,7 @@ class Outcome:
     """What was found of a fault, and the first comparison that failed (None: it survived, or the program refused)."""
 
     found: LayoutResult
-    row: Row | None
+    row: ComparisonRow | None
 
     @property
     def is_killed(self) -> bool:
@@ -252,9 +252,9 @@ def _run(layout: str, folder: Path, name: str | None, *, steps: int, whole: bool
     return [found.to_json()]
 
 
-def _standing(error: Exception | None) -> Row:
+def _standing(error: Exception | None) -> ComparisonRow:
     """What a run's standing checks say as a row."""
     if error is not None and not isinstance(error, RunFailed):
         raise error
     where = error.what.partition(": ")[2] if error else ""
-    return Row("standing check", float(bool(error)), 0.0, error is None, where)
+    return ComparisonRow("standing check", float(bool(error)), 0.0, error is None, where)

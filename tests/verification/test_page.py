@@ -14,7 +14,7 @@ from fivefold.report.render import to_html, write_page
 from fivefold.report.slices import EXPLAINED, SMALLEST, slice_map
 from fivefold.verification import ranks
 from fivefold.verification.report import VerifyReport, headline, report_of
-from fivefold.verification.results import WORDS, LayoutResult, Row
+from fivefold.verification.results import WORDS, ComparisonRow, LayoutResult
 from tests.report.html import Reader, asks_for_nothing
 
 KS = ("1", "5", "10", "50", "100", "all")
@@ -42,22 +42,25 @@ def holds(world: int = 2, layers: int = 2) -> dict[str, object]:
     return found
 
 
-def rows(error: float = 1e-16, allowed: float = 1e-10, layers: int = 2) -> list[Row]:
+def rows(error: float = 1e-16, allowed: float = 1e-10, layers: int = 2) -> list[ComparisonRow]:
     """What a right layout leaves."""
     modules = [name.removesuffix(".weight") for name in shapes(layers)]
     parameters = list(shapes(layers))
-    found = [Row("shards", 0.0, 0.0, True), *(Row("weight", 0.0, 0.0, True, name) for name in parameters)]
-    found += [Row("output", error, allowed, True, name) for name in modules]
-    found += [Row("gradient of output", error, allowed, True, name) for name in modules[::-1]]
+    found = [
+        ComparisonRow("shards", 0.0, 0.0, True),
+        *(ComparisonRow("weight", 0.0, 0.0, True, name) for name in parameters),
+    ]
+    found += [ComparisonRow("output", error, allowed, True, name) for name in modules]
+    found += [ComparisonRow("gradient of output", error, allowed, True, name) for name in modules[::-1]]
     for kind in ("gradient, raw", "gradient, reduced"):
-        found += [Row(kind, error, allowed, True, name) for name in parameters[::-1]]
+        found += [ComparisonRow(kind, error, allowed, True, name) for name in parameters[::-1]]
     for k in KS:
-        found.append(Row(f"logits, mean error of top {k}", error, allowed, True))
-        found += [Row(f"tokens, other top {k}", 0.0, allowed, True)] if k != "all" else []
-    found.append(Row("control: a planted fault", 0.2, allowed, True, "model.norm"))
-    found += [Row("gradient, clipped", error, allowed, True, name) for name in parameters[::-1]]
+        found.append(ComparisonRow(f"logits, mean error of top {k}", error, allowed, True))
+        found += [ComparisonRow(f"tokens, other top {k}", 0.0, allowed, True)] if k != "all" else []
+    found.append(ComparisonRow("control: a planted fault", 0.2, allowed, True, "model.norm"))
+    found += [ComparisonRow("gradient, clipped", error, allowed, True, name) for name in parameters[::-1]]
     for kind in ("update", "first moment", "second moment", "weight, last step"):
-        found += [Row(kind, error, allowed, True, name) for name in parameters]
+        found += [ComparisonRow(kind, error, allowed, True, name) for name in parameters]
     return found
 
 
@@ -77,11 +80,11 @@ def wrong(layout: str = "shard2", error: float = 0.31) -> LayoutResult:
     for i, row in enumerate(found.rows[start:], start):
         if row.what in WORDS.values() and row.what != "weight":
             where = f"{row.where}: 0.5 times the reference's (tp rank 1)"
-            found.rows[i] = Row(row.what, error, row.tolerance, False, where)
+            found.rows[i] = ComparisonRow(row.what, error, row.tolerance, False, where)
         elif row.what.startswith("logits"):
-            found.rows[i] = Row(row.what, error, row.tolerance, False)
+            found.rows[i] = ComparisonRow(row.what, error, row.tolerance, False)
         elif row.what.startswith("tokens"):
-            found.rows[i] = Row(row.what, 0.4, row.tolerance, False)
+            found.rows[i] = ComparisonRow(row.what, 0.4, row.tolerance, False)
     found.losses = [loss * 1.01**step for step, loss in enumerate(LOSSES)]
     return found
 
@@ -122,8 +125,13 @@ def test_wrong_layouts_are_open_and_their_rows_marked() -> None:
 
 
 def test_what_hostile_names_say_is_only_text() -> None:
-    found = LayoutResult(HOSTILE, [Row(HOSTILE, 1.0, 0.0, False, HOSTILE), *rows()], losses=LOSSES, holds=holds())
-    found.rows += [Row("output", 1.0, 1e-10, False, HOSTILE), Row("update", 0.0, 1e-10, True, HOSTILE)]
+    found = LayoutResult(
+        HOSTILE, [ComparisonRow(HOSTILE, 1.0, 0.0, False, HOSTILE), *rows()], losses=LOSSES, holds=holds()
+    )
+    found.rows += [
+        ComparisonRow("output", 1.0, 1e-10, False, HOSTILE),
+        ComparisonRow("update", 0.0, 1e-10, True, HOSTILE),
+    ]
     found.holds[HOSTILE] = {"shape": [4, 4], "ranks": [[[[0, 4], [0, 4]]], []]}
     text = page(report(found, LayoutResult("a", refused=HOSTILE)))
     Reader(text)
@@ -161,13 +169,19 @@ def test_errors_of_any_size_are_drawn(error: float) -> None:
         (),
         (LayoutResult("tp2", refused="it is for 2 ranks, and this world has 4"),),
         (LayoutResult("tp2"),),
-        (LayoutResult("tp2", [Row("shards", 1.0, 0.0, False, "model.norm.weight")], refused="rank 1: RuntimeError: "),),
-        (LayoutResult("single", [Row("momentum", 1e-16, 1e-10, True, "model.norm.weight")], losses=[1.0]),),
-        (LayoutResult("tp2", rows()[:3]),),
-        (LayoutResult("tp2", [Row("tokens, other top 1", 0.0, 1e-10, True)]),),
         (
             LayoutResult(
-                "tp2", [Row("logits, mean error of top 1", 0.0, 0.0, True)], holds={"w": {"shape": [], "ranks": []}}
+                "tp2", [ComparisonRow("shards", 1.0, 0.0, False, "model.norm.weight")], refused="rank 1: RuntimeError: "
+            ),
+        ),
+        (LayoutResult("single", [ComparisonRow("momentum", 1e-16, 1e-10, True, "model.norm.weight")], losses=[1.0]),),
+        (LayoutResult("tp2", rows()[:3]),),
+        (LayoutResult("tp2", [ComparisonRow("tokens, other top 1", 0.0, 1e-10, True)]),),
+        (
+            LayoutResult(
+                "tp2",
+                [ComparisonRow("logits, mean error of top 1", 0.0, 0.0, True)],
+                holds={"w": {"shape": [], "ranks": []}},
             ),
         ),
     ],
@@ -193,8 +207,8 @@ def test_verdict_and_headline() -> None:
 
 
 def test_names_of_rows() -> None:
-    assert Row("update", 1.0, 0.0, False, "a.b: 0.5 times the reference's (tp rank 1)").name == "a.b"
-    assert Row("output", 1.0, 0.0, False, "a.b input (ranks 0, 3)").name == "a.b input"
+    assert ComparisonRow("update", 1.0, 0.0, False, "a.b: 0.5 times the reference's (tp rank 1)").name == "a.b"
+    assert ComparisonRow("output", 1.0, 0.0, False, "a.b input (ranks 0, 3)").name == "a.b input"
 
 
 def test_short_names_are_short_and_unique() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from fivefold.parallel.layout import Layout
 from fivefold.verification.reference_tensors import logit_distances
-from fivefold.verification.results import Distance, LayoutResult, Row, Tolerances, judge
+from fivefold.verification.results import ComparisonRow, Distance, LayoutResult, Tolerances, judge
 
 LAYOUT = Layout.parse("shard2.tp2")
 
@@ -17,7 +17,7 @@ def distance(factor: float = 1.0, wrong: bool = False) -> Distance:
     return Distance().add(expected * factor + wrong * torch.tensor([1.0, -1] * 4), expected)
 
 
-def row(per_rank: list[Distance | None], tolerance: float = 1e-10, key: str = "gradient/a.b") -> Row:
+def row(per_rank: list[Distance | None], tolerance: float = 1e-10, key: str = "gradient/a.b") -> ComparisonRow:
     return judge(key, per_rank, float(torch.arange(1.0, 9.0).norm()), 0.0, tolerance, LAYOUT)
 
 
@@ -65,9 +65,9 @@ def test_tolerances_are_ten_floors_and_raw_is_held_to_the_reduced() -> None:
 
 def test_what_cannot_be_told_is_not_counted_as_proved() -> None:
     found = LayoutResult("tp2")
-    found.add(Row("update", 1.4, 1.5, True, "a"))
+    found.add(ComparisonRow("update", 1.4, 1.5, True, "a"))
     assert not found.ok and found.not_told == ["update"]
-    found.add(Row("loss", 0.0, 1e-2, True))
+    found.add(ComparisonRow("loss", 0.0, 1e-2, True))
     assert found.ok and LayoutResult.of(found.to_json()) == found
 
 

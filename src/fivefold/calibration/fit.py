@@ -1,11 +1,11 @@
-"""From measured seconds to the fields of a hardware file. No torch.
+"""A worker's measurements, and the fields of a hardware file that follow from them. No torch.
 
 The fit uses the planner's own functions: `matmul_seconds` for matmuls, `links.seconds` for collectives. So a file has
 the values whose prices come nearest to the measurements.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import exp, log
 from statistics import mean, median
@@ -13,12 +13,76 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.calibration.found import Attention, Collective, Found, Matmul
 from fivefold.core.units import GIB
 from fivefold.hardware.chip import LEAST, Chip
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.collectives import Call
 from fivefold.planner.timing import Product, collective_seconds, matmul_seconds
+
+CPU_ROWS, CPU_WIDTHS = (64, 256, 1024), (128, 256, 512, 1024, 2048)
+GPU_ROWS, GPU_WIDTHS = (512, 2048, 8192), (1024, 2048, 4096, 8192)
+
+Matmul = tuple[str, int, int, int, float]  # dtype, rows, inputs, outputs, seconds
+Attention = tuple[str, float, float]  # dtype, FLOPs of the computed half, seconds
+Collective = tuple[str, int, float]  # kind, bytes as `Call` counts them, seconds
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes to measure. `rows`, `widths`: of matmuls. `lengths`: of rows under attention. `traffic`: bytes of an array.
+    `messages`: bytes of collectives. `seconds`: of one block of repeats."""
+
+    rows: tuple[int, ...]
+    widths: tuple[int, ...]
+    lengths: tuple[int, ...]
+    traffic: int
+    messages: tuple[int, ...]
+    seconds: float
+
+    @staticmethod
+    def of_json(values: Mapping[str, Any]) -> "Sizes":
+        fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in values.items()}
+        return Sizes(**fields)
+
+    @staticmethod
+    def of(device: str) -> "Sizes":
+        """Sizes for `cpu` or `cuda`: in all about a minute."""
+        if device == "cpu":
+            return Sizes(CPU_ROWS, CPU_WIDTHS, (256, 1024), 2**26, tuple(4**power for power in range(6, 13)), 0.05)
+        return Sizes(GPU_ROWS, GPU_WIDTHS, (2048, 8192), 2**30, tuple(4**power for power in range(6, 15)), 0.03)
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Measurements of one worker, or of all together. `traffic`: bytes a second of element-wise work. `launch`: host
+    seconds of an operation. `memory`, `context`: bytes of the device, and those taken before anything is allocated.
+    `host`: bytes a second to host memory, each way; 0 on a CPU. `meeting`: additional seconds of a collective between
+    computations, compared with one right after another, on a CPU. `collectives` are those of a node's ranks;
+    `between` and `meeting_between` those of all ranks of several nodes; `one_per_node` are those of groups of one
+    rank of each node, all at once."""
+
+    matmuls: list[Matmul]
+    attention: list[Attention]
+    traffic: float
+    launch: float
+    collectives: list[Collective]
+    memory: int
+    context: int
+    host: float
+    meeting: float = 0.0
+    between: list[Collective] = field(default_factory=list)
+    meeting_between: float = 0.0
+    one_per_node: list[Collective] = field(default_factory=list)
+
+    @staticmethod
+    def of_json(values: Mapping[str, Any]) -> "Measurements":
+        """Read a worker's report."""
+        lists = {key: [tuple(row) for row in rows] for key, rows in values.items() if isinstance(rows, list)}
+        return Measurements(**{**values, **lists})
+
+
+# ---- the fit ---------------------------------------------------------------------------------------------------------
+
 
 Table = dict[str, Any]
 
@@ -27,7 +91,7 @@ TILES = tuple(product((1, 16, 32, 64, 128), (1, 16, 32, 64, 128, 256)))
 FILLS = (0, 32, 64, 128, 256, 512)
 
 
-def fitted(cluster: Cluster, found: Sequence[Found]) -> Table:
+def fitted(cluster: Cluster, found: Sequence[Measurements]) -> Table:
     """Fit the tables `chip` and `node` of a hardware file to the measurements of one machine's workers. `cluster`: this
     machine in the planner's tables."""
     chip, all_at_once = cluster.chip, _joined(found)
@@ -56,19 +120,19 @@ def fitted(cluster: Cluster, found: Sequence[Found]) -> Table:
     return {"chip": fields, "node": node}
 
 
-def _tiers(found: Found) -> Iterator[tuple[str, Sequence[Collective], float]]:
+def _tiers(found: Measurements) -> Iterator[tuple[str, Sequence[Collective], float]]:
     """The links of a cluster, as it names them: their collectives, and the seconds until ranks have met."""
     yield "inside", found.collectives, found.meeting
     yield "between", found.between, found.meeting_between
 
 
-def _joined(found: Sequence[Found]) -> Found:
+def _joined(found: Sequence[Measurements]) -> Measurements:
     """Combine workers: the median of each number; for collectives, the slowest."""
 
     def each(of: Iterable[Sequence[tuple[Any, ...]]], pick: Any) -> list[Any]:
         return [(*same[0][:-1], pick(one[-1] for one in same)) for same in zip(*of, strict=True)]
 
-    return Found(
+    return Measurements(
         matmuls=each((one.matmuls for one in found), median),
         attention=each((one.attention for one in found), median),
         traffic=median(one.traffic for one in found),
@@ -208,7 +272,7 @@ def _positive(columns: np.ndarray) -> tuple[float, float]:
     return float(both[0]), float(both[1])
 
 
-def errors(cluster: Cluster, found: Sequence[Found]) -> tuple[float, float]:
+def errors(cluster: Cluster, found: Sequence[Measurements]) -> tuple[float, float]:
     """Median relative errors of matmuls and of collectives, as a fitted cluster prices them."""
     one, span = _joined(found), [0.0]
     matmuls = [abs(log(_planned(cluster.chip, matmul) / matmul[-1])) for matmul in one.matmuls]

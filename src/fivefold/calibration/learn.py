@@ -14,12 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fivefold.calibration import hardware_file
 from fivefold.config import RunConfig, load_config
 from fivefold.core import history, json_lines
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
-from fivefold.hardware.cluster import Cluster
+from fivefold.hardware.cluster import Cluster, to_toml
 from fivefold.parallel.layout import Layout
 from fivefold.planner import doubt
 from fivefold.planner.doubt import LIKELY, terms
@@ -52,7 +51,7 @@ class Corrected:
 
 
 @dataclass(frozen=True)
-class Seen:
+class StepMeasurement:
     """Measurements of a run. `noise`: standard deviation of the logarithm of `seconds`. `memory`: GiB, with what the
     allocator keeps; None if not measured."""
 
@@ -77,7 +76,7 @@ def learn(run: Path, *, base: str | None = None) -> tuple[str, Report[Corrected]
     facts = facts_of_run(config, vocabulary_of(about))
 
     def planned(tables: Mapping[str, Any]) -> Estimate:
-        cluster = hardware_file.parsed(hardware_file.text(tables))
+        cluster = Cluster.of_toml(to_toml(tables))
         if cluster.world != layout.world:
             what = f"{cluster.text} has {cluster.world} devices, and the run used {layout.world}"
             raise UserError(what, fix="name the cluster that it ran on: --cluster")
@@ -92,10 +91,10 @@ def learn(run: Path, *, base: str | None = None) -> tuple[str, Report[Corrected]
     if seen.memory is not None:
         tables["chip"]["slack"] = round(max(1.0, seen.memory / before.memory_gib), 3)
     about_it = f"Corrected by fivefold calibrate from the run {config.run.name}."
-    return hardware_file.text(tables, about_it), _report(config, before, planned(tables), seen, factors)
+    return to_toml(tables, about_it), _report(config, before, planned(tables), seen, factors)
 
 
-def explained(of: Estimate, seen: Seen, logs: Mapping[str, float]) -> Factors:
+def explained(of: Estimate, seen: StepMeasurement, logs: Mapping[str, float]) -> Factors:
     """The likeliest factors. `logs`: the factors that the prices already include."""
     total = of.step_seconds
     shares = {term: seconds / total for term, seconds in terms(of.seconds).items()}
@@ -111,7 +110,7 @@ def explained(of: Estimate, seen: Seen, logs: Mapping[str, float]) -> Factors:
 def corrected(tree: Mapping[str, Any], logs: Mapping[str, float]) -> Table:
     """Tables of a hardware file whose terms take `exp(logs)` as long."""
     alone = {**tree, "node": {**tree.get("node", {}), "cores": 0}}  # speeds of a single device
-    cluster = hardware_file.parsed(hardware_file.text(alone))
+    cluster = Cluster.of_toml(to_toml(alone))
     chip, slower = cluster.chip, {term: exp(logarithm) for term, logarithm in logs.items()}
 
     def part(dtype: str) -> float:
@@ -135,7 +134,7 @@ def corrected(tree: Mapping[str, Any], logs: Mapping[str, float]) -> Table:
     return {"cluster": tree["cluster"], "chip": fields, "node": node}
 
 
-def seen_in(run: Path) -> Seen:
+def seen_in(run: Path) -> StepMeasurement:
     """Measurements of the newest start that made steps. Raises `UserError` if there are too few."""
     past, rows = history.load(run), json_lines.needed(run / "metrics.jsonl").rows
     first = next((first for _, first, last in reversed(list(past.spans())) if last is None or last > first), 0)
@@ -147,7 +146,7 @@ def seen_in(run: Path) -> Seen:
     spread = median(abs(log(step / middle)) for step in steps) * 1.48 / sqrt(len(steps))
     names = ("memory/peak_reserved_gib", "memory/peak_gib")
     peaks = [row[name] for name in names for row in rows if _is_measured(row.get(name)) and row["step"] > first]
-    return Seen(middle, max(LEAST_NOISE, spread), max(peaks, default=None))
+    return StepMeasurement(middle, max(LEAST_NOISE, spread), max(peaks, default=None))
 
 
 def _is_measured(number: Any) -> bool:
@@ -172,7 +171,7 @@ def _tree(base: str) -> Table:
 
 
 def _report(
-    config: RunConfig, before: Estimate, after: Estimate, seen: Seen, factors: Factors
+    config: RunConfig, before: Estimate, after: Estimate, seen: StepMeasurement, factors: Factors
 ) -> Report[Corrected]:  # fmt: skip
     rows = tuple(_rows(before, factors))
     lines = [

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fivefold.calibration.found import Attention, Collective, Found, Matmul, Sizes
+from fivefold.calibration.fit import Attention, Collective, Matmul, Measurements, Sizes
 from fivefold.core.units import GIB
 from fivefold.launch.memory import room
 from fivefold.launch.once import as_worker
@@ -38,7 +38,7 @@ def on_rank(request: Mapping[str, Any], world: World) -> Any:
     for group in filter(None, (node, dist.group.WORLD)):
         shared_memory.connect(group)  # as training does
     meets = device.type == "cpu"
-    found = Found(
+    found = Measurements(
         matmuls=list(_matmuls(timer, sizes)),
         attention=list(_attention(timer, sizes)),
         traffic=_traffic(timer, sizes.traffic),

@@ -236,8 +236,8 @@ def compare(
 
     Example: fivefold compare run.yaml --vary precision.fp8=rowwise --nproc 1,2 --steps 50
     """
+    from fivefold.comparison import Request, main
     from fivefold.comparison.configurations import words
-    from fivefold.comparison.launch import Request, main
     from fivefold.report.table import write_with_page
 
     given = arguments or []

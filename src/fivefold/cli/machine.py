@@ -7,6 +7,7 @@ import typer
 
 from fivefold.cli.options import Debug, Device, Json, place
 from fivefold.core.errors import UserError
+from fivefold.core.files import put
 
 if TYPE_CHECKING:
     from fivefold.report.table import Report
@@ -45,7 +46,6 @@ def calibrate(
     Example: srun fivefold calibrate --nodes --write cluster.toml
     Example: fivefold calibrate --from runs/demo --cluster mine.toml --write mine.toml
     """
-    from fivefold.calibration.hardware_file import save
     from fivefold.report.table import Report, write
 
     report: Report[Any]
@@ -58,13 +58,13 @@ def calibrate(
     elif cluster is not None:
         raise UserError("--cluster says what a run corrects", fix="name the run: --from RUN")
     else:
-        from fivefold.calibration.calibrate import calibrate
+        from fivefold.calibration import calibrate
 
         measured = calibrate(device=device.value, nproc=nproc, chip=chip, nodes=nodes)
         if measured is None:
             return
         text, report = measured
-    save(write_to, text)
+    put(Path(write_to), text.encode(), instead="name another file: --write FILE")
     write(report, json=json)
     if json != "-":
         print(f"written: {write_to}\nnext: fivefold plan MODEL --cluster {write_to}")

@@ -84,7 +84,7 @@ def generate(
 
     Example: fivefold generate runs/demo --prompt "def "
     """
-    from fivefold.generation.launch import start
+    from fivefold.generation import start
 
     request = GenerateRequest(
         model=model, prompt=prompt, prompts=prompts, out=out, chat=chat, system=system, layout=layout, step=step,

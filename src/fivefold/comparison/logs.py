@@ -55,7 +55,7 @@ _GIVEN = ("devices", "seq_length", "tokens_per_step")
 
 
 @dataclass(frozen=True)
-class Step:
+class LoggedStep:
     """One row of a log, after `step` steps. `tokens`: seen so far. None: the log does not say."""
 
     step: int
@@ -68,27 +68,27 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Log:
+class TrainerLog:
     """A log that was read. `says`: the columns used, in words."""
 
     name: str
-    steps: tuple[Step, ...]
+    steps: tuple[LoggedStep, ...]
     devices: int | None
     says: str
 
 
-def steps_of_run(folder: Path) -> list[Step]:
+def steps_of_run(folder: Path) -> list[LoggedStep]:
     """Logged steps of a fivefold run folder. Raises `UserError`."""
     return [_step(row, _columns([row]), {}) for row in needed(folder / "metrics.jsonl").rows]
 
 
-def without_warm_up(steps: Sequence[Step], starts: Iterable[int], warmup: int) -> list[Step]:
+def without_warm_up(steps: Sequence[LoggedStep], starts: Iterable[int], warmup: int) -> list[LoggedStep]:
     """Drop the first `warmup` steps after each of `starts`, the steps from which starts continued."""
     firsts = sorted({0, *starts})
     return [step for step in steps if step.step - max((s for s in firsts if s < step.step), default=0) > warmup]
 
 
-def read(asked: str) -> Log:
+def read(asked: str) -> TrainerLog:
     """Read the log `PATH [devices=N] [seq_length=N] [tokens_per_step=N]`. Raises `UserError`."""
     path, given = _asked(asked)
     try:
@@ -111,7 +111,9 @@ def read(asked: str) -> Log:
     says = ", ".join(f"{what.replace('_', ' ')} from {name}" for what, name in columns.items())
     beside = "".join(f", {what} {value:,}" for what, value in given.items())
     name = path.parent.name if path.name in ("metrics.jsonl", "trainer_state.json") else path.stem
-    return Log(name or path.stem, tuple(steps), given.get("devices"), f"{len(steps):,} rows of {kind}: {says}{beside}")
+    return TrainerLog(
+        name or path.stem, tuple(steps), given.get("devices"), f"{len(steps):,} rows of {kind}: {says}{beside}"
+    )
 
 
 def _asked(asked: str) -> tuple[Path, dict[str, int]]:
@@ -202,7 +204,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {what: name for what, name in found.items() if name}
 
 
-def _step(row: Mapping[str, Any], columns: Mapping[str, str], given: Mapping[str, int]) -> Step:
+def _step(row: Mapping[str, Any], columns: Mapping[str, str], given: Mapping[str, int]) -> LoggedStep:
     """Build a step. `given` fills in what the log lacks: tokens from steps or rows, one device's speed from all."""
     of = {what: _number(row, name) for what, name in columns.items()}
     step, samples, rows = int(of.get("step") or 0), _number(row, "samples"), _number(row, "rows")
@@ -215,7 +217,7 @@ def _step(row: Mapping[str, Any], columns: Mapping[str, str], given: Mapping[str
     seconds = of.get("seconds")
     whole = of.get("whole_speed") or (per_step / seconds if per_step and seconds else None)
     speed = of.get("speed") or (whole / devices if whole and devices else None)
-    return Step(step, tokens, of.get("loss"), of.get("eval_loss"), speed, of.get("peak_gib"), of.get("mfu_pct"))
+    return LoggedStep(step, tokens, of.get("loss"), of.get("eval_loss"), speed, of.get("peak_gib"), of.get("mfu_pct"))
 
 
 def _number(row: Mapping[str, Any], name: str | None) -> float | None:

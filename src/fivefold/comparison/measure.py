@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from fivefold.comparison.logs import Step
+from fivefold.comparison.logs import LoggedStep
 
 LAST = 0.1  # of the tokens, at the end: the training loss is the mean over them
 CLOSE = 0.01  # of the tokens: an evaluation this close before the end counts as one at the end
@@ -37,7 +37,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PercentDifference:
     """Difference in % of the base, each repeat to the base's same repeat: the median, `low` to `high`.
 
     `measured`: true if it is larger than the range of the repeats; None for one repeat. Example: repeats of +3, +4 and
@@ -51,7 +51,7 @@ class Difference:
     measured: bool | None
 
     @classmethod
-    def of(cls, own: Mapping[int, float | None], base: Mapping[int, float | None]) -> "Difference | None":
+    def of(cls, own: Mapping[int, float | None], base: Mapping[int, float | None]) -> "PercentDifference | None":
         """Compare values by repeat. Only repeats that both have count; None if there are none."""
         each = [
             100 * (mine / theirs - 1)
@@ -65,15 +65,15 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """A finished run: its steps, and the timed ones among them. `repeat` 0: a log of another trainer."""
 
     configuration: str
     devices: int | None
     repeat: int
     folder: str
-    steps: Sequence[Step]
-    timed: Sequence[Step]
+    steps: Sequence[LoggedStep]
+    timed: Sequence[LoggedStep]
 
     @property
     def speed(self) -> float | None:
@@ -122,7 +122,7 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def common_tokens(runs: Iterable[Measured]) -> dict[int, float]:
+def common_tokens(runs: Iterable[MeasuredRun]) -> dict[int, float]:
     """By repeat, the tokens after which losses are compared: as many as every run of it, and every log, has seen.
 
     Another seed makes other rows, with a little more or less padding: repeats end after about as many tokens.
@@ -132,7 +132,7 @@ def common_tokens(runs: Iterable[Measured]) -> dict[int, float]:
 
 
 @dataclass(frozen=True)
-class Row:
+class ConfigurationRow:
     """A configuration on a number of devices. `decrease_pct`: of its tokens per second and device, against the same
     configuration on its fewest devices, positive if slower. All other differences are to the first configuration on as
     many devices. Those of losses fall back to its fewest devices: any layout has the same loss. `note`: why there is
@@ -142,25 +142,25 @@ class Row:
     devices: int | None
     repeats: int
     tokens_per_second_per_device: Spread | None
-    decrease_pct: Difference | None
-    faster_pct: Difference | None
+    decrease_pct: PercentDifference | None
+    faster_pct: PercentDifference | None
     loss: Spread | None
-    loss_difference_pct: Difference | None
+    loss_difference_pct: PercentDifference | None
     eval_loss: Spread | None
-    eval_loss_difference_pct: Difference | None
+    eval_loss_difference_pct: PercentDifference | None
     peak_memory_gib: float | None
     mfu_pct: float | None
     note: str = ""
 
 
-Cell = tuple[str, int | None]  # a configuration, and its number of devices
+Contender = tuple[str, int | None]  # a configuration, and its number of devices
 Tokens = Mapping[int, float]  # of `common_tokens`
 
 
 def rows(
-    runs: Sequence[Measured], cells: Sequence[Cell], notes: Mapping[Cell, str], *, base: str,
+    runs: Sequence[MeasuredRun], cells: Sequence[Contender], notes: Mapping[Contender, str], *, base: str,
     other_text: Collection[str] = (),
-) -> list[Row]:  # fmt: skip
+) -> list[ConfigurationRow]:  # fmt: skip
     """Build a row for each of `cells`, in their order. `base`: the configuration that differences refer to;
     `other_text`: those with other tokens than the base, whose losses per token are not compared."""
     tokens = common_tokens(runs)
@@ -174,7 +174,9 @@ def rows(
     ]
 
 
-def _row(cell: Cell, by_cell: Mapping[Cell, Sequence[Measured]], base: str, tokens: Tokens, note: str) -> Row:
+def _row(
+    cell: Contender, by_cell: Mapping[Contender, Sequence[MeasuredRun]], base: str, tokens: Tokens, note: str
+) -> ConfigurationRow:
     name, devices = cell
     own, beside = by_cell[cell], by_cell.get((base, devices), ())
     of_base = beside or next((some for (name, _), some in by_cell.items() if name == base and some), ())
@@ -182,10 +184,10 @@ def _row(cell: Cell, by_cell: Mapping[Cell, Sequence[Measured]], base: str, toke
     first = by_cell.get((name, fewest), ())
     fewer = _difference(own, first, "speed", tokens) if fewest and devices != fewest else None
     is_base = name == base
-    return Row(
+    return ConfigurationRow(
         configuration=name, devices=devices, repeats=len(own),
         tokens_per_second_per_device=Spread.of(run.speed for run in own),
-        decrease_pct=fewer and Difference(-fewer.percent, -fewer.high, -fewer.low, fewer.count, fewer.measured),
+        decrease_pct=fewer and PercentDifference(-fewer.percent, -fewer.high, -fewer.low, fewer.count, fewer.measured),
         faster_pct=None if is_base else _difference(own, beside, "speed", tokens),
         loss=Spread.of(run.found(tokens)["loss"] for run in own),
         loss_difference_pct=None if is_base else _difference(own, of_base, "loss", tokens),
@@ -196,9 +198,11 @@ def _row(cell: Cell, by_cell: Mapping[Cell, Sequence[Measured]], base: str, toke
     )  # fmt: skip
 
 
-def _difference(own: Sequence[Measured], base: Sequence[Measured], what: str, tokens: Tokens) -> Difference | None:
+def _difference(
+    own: Sequence[MeasuredRun], base: Sequence[MeasuredRun], what: str, tokens: Tokens
+) -> PercentDifference | None:
     """Difference repeat by repeat; a log, which has no repeats, against the base's median."""
     mine, theirs = ({run.repeat: run.found(tokens)[what] for run in some} for some in (own, base))
     if 0 in mine:
         theirs = {0: _median(theirs.values())}
-    return Difference.of(mine, theirs)
+    return PercentDifference.of(mine, theirs)

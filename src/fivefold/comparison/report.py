@@ -7,15 +7,23 @@ from statistics import fmean
 from typing import Any
 
 from fivefold.comparison.configurations import Contest
-from fivefold.comparison.logs import Log, Step
-from fivefold.comparison.measure import LAST, SLACK, Difference, Measured, Row, Spread, common_tokens, rows
-from fivefold.comparison.measure import Cell as At
+from fivefold.comparison.logs import LoggedStep, TrainerLog
+from fivefold.comparison.measure import (
+    LAST,
+    SLACK,
+    ConfigurationRow,
+    Contender,
+    MeasuredRun,
+    PercentDifference,
+    Spread,
+    common_tokens,
+    rows,
+)
 from fivefold.core.system import versions
 from fivefold.core.text import listed
 from fivefold.core.units import human, many
 from fivefold.report import curves
-from fivefold.report.findings import Cell, Column, Findings, Notes, On, Plot, Section, Table
-from fivefold.report.findings import Row as TableRow
+from fivefold.report.findings import Cell, Column, Findings, Notes, On, Plot, Row, Section, Table
 from fivefold.report.table import Report
 
 NONE, BASE = "-", "base"
@@ -27,12 +35,12 @@ RANGES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareReport(Report[Row]):
+class CompareReport(Report[ConfigurationRow]):
     """Report of a comparison. `.rows`: one for each configuration and number of devices. `runs`: measurements of each
     run. `notes`: what a reader has to know about the numbers. `missing`: number of unfinished runs."""
 
     base: str = ""  # the configuration that differences refer to
-    runs: tuple[Measured, ...] = ()
+    runs: tuple[MeasuredRun, ...] = ()
     tokens: Mapping[int, float] = field(default_factory=dict)  # by repeat: losses are compared after these
     notes: tuple[str, ...] = ()
     missing: int = 0
@@ -58,7 +66,7 @@ class CompareReport(Report[Row]):
         }  # fmt: skip
         return json.dumps(values, indent=1, ensure_ascii=False)
 
-    def losses(self, run: Measured) -> dict[str, float | None]:
+    def losses(self, run: MeasuredRun) -> dict[str, float | None]:
         """`loss` and `eval_loss` of a run, after as many tokens as the others of its repeat."""
         found = run.found(self.tokens)
         return {"loss": found["loss"], "eval_loss": found["eval_loss"]}
@@ -109,19 +117,19 @@ class CompareReport(Report[Row]):
             return f"{where}, no difference in speed was measured between {self.base} and {last.configuration}; {said}"
         return f"{where}, {last.configuration} is {speeds}; {said}"
 
-    def _is_beside(self, row: Row, other: Row) -> bool:
+    def _is_beside(self, row: ConfigurationRow, other: ConfigurationRow) -> bool:
         return row.configuration == self.base and row.devices == other.devices
 
     @property
     def table(self) -> Table:
         """A row for each configuration, under its number of devices."""
         columns = self._columns()
-        rows: list[TableRow | str] = []
+        rows: list[Row | str] = []
         for number, row in enumerate(self.rows):
             if not number or row.devices != self.rows[number - 1].devices:
                 rows.append(on(row.devices))
             tone = "wrong" if row.note.startswith("failed") else ""
-            rows.append(TableRow([self._cell(row, name) for name in columns], tone))
+            rows.append(Row([self._cell(row, name) for name in columns], tone))
         return Table(list(columns.values()), rows, is_narrow=True, look="")
 
     def _columns(self) -> dict[str, Column]:
@@ -142,7 +150,7 @@ class CompareReport(Report[Row]):
         }
         return {name: every[name] for name in every if self.has(name) or name == "tokens_per_second_per_device"}
 
-    def _cell(self, row: Row, name: str) -> Cell:
+    def _cell(self, row: ConfigurationRow, name: str) -> Cell:
         value = getattr(row, name)
         match name:
             case "tokens_per_second_per_device":
@@ -169,7 +177,7 @@ class CompareReport(Report[Row]):
                 number(losses["loss"], ".4f"), number(losses["eval_loss"], ".4f"), number(run.peak_gib, ".2f"),
                 str(run.folder),
             )  # fmt: skip
-            rows.append(TableRow([Cell(text) for text in texts]))
+            rows.append(Row([Cell(text) for text in texts]))
         columns = [Column("configuration"), *(Column(head, "n") for head in heads), Column("folder", "name")]
         return Table(columns, rows, look="")
 
@@ -180,7 +188,7 @@ class CompareReport(Report[Row]):
                   for name in {row.configuration for row in self.rows if row.decrease_pct}}  # fmt: skip
         return str(*firsts) if len(firsts) == 1 else "fewest"
 
-    def is_base(self, row: Row) -> bool:
+    def is_base(self, row: ConfigurationRow) -> bool:
         """True if the differences of the other rows on as many devices refer to this one."""
         return row.configuration == self.base and row.repeats > 0
 
@@ -189,12 +197,12 @@ class CompareReport(Report[Row]):
         return any(getattr(row, name) is not None for row in self.rows)
 
 
-def _relation(difference: Difference, more: str, less: str, than: str = "") -> str:
+def _relation(difference: PercentDifference, more: str, less: str, than: str = "") -> str:
     """Format as `3.1 % faster than a`."""
     return f"{abs(difference.percent):.1f} % {more if difference.percent > 0 else less}{than}"
 
 
-def _both(first: Row, last: Row) -> str:
+def _both(first: ConfigurationRow, last: ConfigurationRow) -> str:
     """Speeds and losses of two rows, side by side."""
     name = "eval loss" if first.eval_loss and last.eval_loss else "training loss"
     losses = [row.eval_loss if name == "eval loss" else row.loss for row in (first, last)]
@@ -219,7 +227,7 @@ def speed(spread: Spread | None, note: str = "") -> str:
     return f"{spread.median:,.0f}{beside}"
 
 
-def change(difference: Difference | None, *, sign: str = "+") -> str:
+def change(difference: PercentDifference | None, *, sign: str = "+") -> str:
     """`+3.1`; `(+0.2)` if it is smaller than its spread; `+3.1?` for one repeat."""
     if difference is None:
         return NONE
@@ -227,7 +235,7 @@ def change(difference: Difference | None, *, sign: str = "+") -> str:
     return f"{text}?" if difference.measured is None else text if difference.measured else f"({text})"
 
 
-def between(value: Spread | Difference | None, form: str) -> str:
+def between(value: Spread | PercentDifference | None, form: str) -> str:
     """`1.2 to 1.5`: from repeat to repeat; "" for one repeat."""
     return f"{number(value.low, form)} to {number(value.high, form)}" if value and value.count > 1 else ""
 
@@ -244,17 +252,17 @@ def number(value: float | None, form: str) -> str:
 
 
 def report_of(
-    runs: Sequence[Measured], *, warmup: int, contest: Contest | None = None, others: Sequence[Log] = (),
+    runs: Sequence[MeasuredRun], *, warmup: int, contest: Contest | None = None, others: Sequence[TrainerLog] = (),
     failed: Mapping[tuple[str, int], str] | None = None, missing: int = 0,
     about: Mapping[str, Any] | None = None, unlike: Mapping[str, str] | None = None,
 ) -> CompareReport:  # fmt: skip
     """Report the measurements. `about`: further JSON values; `device` also appears in the notes."""
     failed, about = failed or {}, about or {}
-    notes: dict[At, str] = {
+    notes: dict[Contender, str] = {
         **{cell: f"not run: {why}" for cell, why in (contest.refused.items() if contest else ())},
         **{cell: f"failed: {why}" for cell, why in failed.items()},
     }
-    cells: list[At] = [*(contest.cells if contest else ()), *((other.name, other.devices) for other in others)]
+    cells: list[Contender] = [*(contest.cells if contest else ()), *((other.name, other.devices) for other in others)]
     cells.sort(key=lambda cell: cell[1] or 2**31)  # unknown: last
     base = contest.configurations[0].name if contest else others[0].name
     found = tuple(rows(runs, cells, notes, base=base, other_text=unlike or {}))
@@ -269,8 +277,8 @@ def report_of(
 
 
 def _notes(
-    found: Sequence[Row], base: str, runs: Sequence[Measured], tokens: Mapping[int, float], warmup: int,
-    others: Sequence[Log], unlike: Mapping[str, str], device: str,
+    found: Sequence[ConfigurationRow], base: str, runs: Sequence[MeasuredRun], tokens: Mapping[int, float], warmup: int,
+    others: Sequence[TrainerLog], unlike: Mapping[str, str], device: str,
 ) -> list[str]:  # fmt: skip
     """Explain what the numbers are, and how not to read them."""
     lines = [f"speed: median step after the first {warmup} of a start; ±: half the range of repeats"]
@@ -297,7 +305,7 @@ def _notes(
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
-Value = Callable[[Step], float | None]
+Value = Callable[[LoggedStep], float | None]
 _DRAWN: Mapping[str, Value] = {
     "training loss": lambda step: step.loss,
     "eval loss": lambda step: step.eval_loss,
@@ -305,7 +313,7 @@ _DRAWN: Mapping[str, Value] = {
 }
 
 
-def panels(runs: Sequence[Measured]) -> dict[str, curves.Curves]:
+def panels(runs: Sequence[MeasuredRun]) -> dict[str, curves.Curves]:
     """Curves of all configurations in one plot, for each number of devices; means over repeats."""
     found: dict[str, curves.Curves] = {}
     for devices in dict.fromkeys(run.devices for run in runs):
@@ -320,7 +328,7 @@ def panels(runs: Sequence[Measured]) -> dict[str, curves.Curves]:
     return found
 
 
-def _curve(repeats: Sequence[Sequence[Step]], value: Value) -> Iterator[curves.Point]:
+def _curve(repeats: Sequence[Sequence[LoggedStep]], value: Value) -> Iterator[curves.Point]:
     """Points at the steps that every repeat has."""
     by_step = [{step.step: step for step in steps if value(step) is not None} for steps in repeats]
     for at in sorted(set(by_step[0]).intersection(*by_step[1:])):

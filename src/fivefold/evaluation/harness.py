@@ -1,6 +1,8 @@
 """Tasks of EleutherAI's lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) over a model under any layout.
 
 lm-eval runs on the first rank. Its requests to the model go to all ranks, which compute them together.
+
+Legend: B texts, K tokens of the longest continuation, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,15 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from torch import Tensor
 
 from fivefold.core.errors import UserError, first_line
 from fivefold.data.tokenizer import put_bos
 from fivefold.evaluation import EvaluateRequest
 from fivefold.evaluation.report import TaskResult
-from fivefold.evaluation.scores import log_probabilities
 from fivefold.generation import GenerateRequest
-from fivefold.generation.opened import Opened
+from fivefold.generation.decode import next_logits, padded, ready
+from fivefold.generation.opened import OpenModel
 from fivefold.generation.prompts import Prompt, answers
 from fivefold.launch.world import World
 from fivefold.parallel.plain import of_first
@@ -28,7 +32,7 @@ _END = "end"
 
 
 def evaluate_tasks(
-    opened: Opened, request: EvaluateRequest, world: World
+    opened: OpenModel, request: EvaluateRequest, world: World
 ) -> tuple[list[TaskResult], Mapping[str, Any]]:
     """Evaluate `request.tasks`: results and versions on the first rank, nothing on others. Raises `UserError` if
     lm-eval is not installed or rejects the tasks."""
@@ -40,7 +44,9 @@ def evaluate_tasks(
         return _evaluated(opened, request, ranks)
 
 
-def _evaluated(opened: Opened, request: EvaluateRequest, ranks: "_Ranks") -> tuple[list[TaskResult], Mapping[str, Any]]:
+def _evaluated(
+    opened: OpenModel, request: EvaluateRequest, ranks: "_Ranks"
+) -> tuple[list[TaskResult], Mapping[str, Any]]:
     try:
         from lm_eval.evaluator import simple_evaluate
     except ImportError as error:
@@ -126,7 +132,7 @@ def _task_of(file: Path) -> str | None:
 class _Ranks:
     """Computations of all ranks together, requested by the first one."""
 
-    opened: Opened
+    opened: OpenModel
     batch_size: int
     is_computing: bool = False  # stays true after a failure: the others then do not listen for the end
 
@@ -176,7 +182,7 @@ class _Ranks:
 # ---- the model of lm-eval --------------------------------------------------------------------------------------------
 
 
-def _language_model(opened: Opened, ranks: _Ranks) -> Any:
+def _language_model(opened: OpenModel, ranks: _Ranks) -> Any:
     """Wrap the model as lm-eval's language model."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
@@ -265,3 +271,50 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     temperature = float(given.get("temperature") or 1.0) if given.get("do_sample") else 0.0
     stop = [text for text in given.get("until") or () if text]
     return {**drawn, "temperature": temperature, "stop": stop, "max_new_tokens": int(given["max_gen_toks"])}
+
+
+# ---- log-probabilities of texts after others -------------------------------------------------------------------------
+
+
+_MOST_LOGITS = 2**28  # per batch: 1 GiB of fp32
+Pair = tuple[Sequence[int], Sequence[int]]  # given tokens, scored tokens; at least one each
+
+
+def log_probabilities(model: Any, pairs: Sequence[Pair], *, batch_size: int) -> list[tuple[float, bool]]:
+    """Score pairs: the summed log-probability, nats, of the second text after the first, and whether each of its tokens
+    is the likeliest. Every rank calls this with the same pairs, and gets the same result."""
+    found: dict[int, tuple[float, bool]] = {}
+    longest_first = sorted(range(len(pairs)), key=lambda at: -len(pairs[at][0]) - len(pairs[at][1]))
+    with ready(model):
+        for places in _batches(pairs, longest_first, batch_size, model.config.get_text_config().vocab_size):
+            found |= zip(places, _scored(model, [pairs[at] for at in places]), strict=True)
+    return [found[at] for at in range(len(pairs))]
+
+
+def _batches(pairs: Sequence[Pair], places: Sequence[int], size: int, vocabulary: int) -> list[list[int]]:
+    """Group places into batches of at most `size`, whose logits fit in memory."""
+    batches: list[list[int]] = []
+    for at in places:
+        scored = max(len(pairs[place][1]) for place in (*(batches[-1] if batches else ()), at))
+        if batches and len(batches[-1]) < size and (len(batches[-1]) + 1) * scored * vocabulary <= _MOST_LOGITS:
+            batches[-1].append(at)
+        else:
+            batches.append([at])
+    return batches
+
+
+def _scored(model: Any, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+    device = next(model.parameters()).device
+    ids_BT, padding = padded([[*given, *scored][:-1] for given, scored in pairs])
+    keep = max(len(scored) for _, scored in pairs)
+    logits: Tensor = next_logits(model, ids_BT.to(device), padding=padding, keep=keep)
+    logits_BKV = logits if keep > 1 else logits[:, None]
+    each = zip(logits_BKV, (scored for _, scored in pairs), strict=True)
+    return [_of_one(logits_KV[-len(scored) :], scored) for logits_KV, scored in each]
+
+
+def _of_one(logits_KV: Tensor, scored: Sequence[int]) -> tuple[float, bool]:
+    tokens_K = torch.tensor(list(scored), device=logits_KV.device)
+    chances_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32)).log_softmax(-1)
+    summed = chances_KV.gather(-1, tokens_K[:, None]).double().sum()
+    return float(summed), bool((logits_KV.argmax(-1) == tokens_K).all())

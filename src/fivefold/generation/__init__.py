@@ -1,10 +1,11 @@
 """Text from a trained model, under any layout. Torch is imported only on use."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fivefold.core.errors import UserError
+from fivefold.launch.once import run_once
 
 # The defaults of the command and of the Python API. Greedy decoding makes small models repeat themselves.
 TEMPERATURE, TOP_K, TOP_P, SEED = 0.8, 50, 1.0, 1234
@@ -72,3 +73,24 @@ class GenerateRequest:
     def drawing(self) -> dict[str, Any]:
         """The options of `decode` that choose tokens."""
         return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+
+
+def start(request: GenerateRequest, *, device: str = "auto", quiet: bool = False) -> str:
+    """Continue the text of `request`, over the workers of its layout; also print it unless `quiet`. Returns the new
+    text of a prompt, and "" for a file of prompts and for a conversation.
+
+    `device`: auto, cpu or cuda. Inside an existing world (torchrun), use that world. Raises `UserError` if the model,
+    the layout or an option does not fit.
+    """
+    talks = request.prompt is None and request.prompts is None
+    body = {"generate": asdict(request), "quiet": quiet}
+    try:
+        found = run_once(
+            "fivefold.generation.run", body, layout=request.layout, device=device, what="generate", reads=talks
+        )
+    except KeyboardInterrupt:
+        if not talks:
+            raise
+        print(flush=True)  # Ctrl-C ends a conversation
+        return ""
+    return str(found)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache
 
 from fivefold.core.errors import UserError
-from fivefold.generation.sampling import Choice, Sampling
+from fivefold.generation.sampling import Sampling, TokenChooser
 from fivefold.parallel import passes
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, leave_after_forward, reshard
 from fivefold.parallel.fsdp.spec import FsdpPlan
@@ -32,7 +32,7 @@ GATHER_ONCE_BYTES = 2 * 2**30  # most bytes of a rank's parameters to keep gathe
 _PAD = 0  # any token id: no token sees padding
 
 
-class Seen:
+class KvCache:
     """Texts that a model has read: `ids` of a single text (empty for a batch), and the keys and values of all."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ def decode(
     top_p: float = 1.0,
     seed: int = 0,
     eos_token_ids: Collection[int] = (),
-    seen: Seen | None = None,
+    seen: KvCache | None = None,
 ) -> Iterator[int]:
     """Yield the tokens that continue `input_ids` (int64 [1, T], T > 0), an end-of-text token last if one comes.
 
@@ -85,7 +85,7 @@ def decode_rows(
     sampling: Sampling,
     seeds: Sequence[int],
     is_over: Callable[[int, int], bool],
-    seen: Seen | None = None,
+    seen: KvCache | None = None,
 ) -> Iterator[list[tuple[int, int]]]:
     """Yield, step by step, (number of a text, its next token) for each unfinished text of `rows`, in order.
 
@@ -94,9 +94,9 @@ def decode_rows(
     Otherwise as `decode`.
     """
     _check_positions(model, rows)
-    seen, device = seen or Seen(), next(model.parameters()).device
+    seen, device = seen or KvCache(), next(model.parameters()).device
     choices = [
-        Choice(model, row, sampling, seed=seed, max_new_tokens=max_new_tokens)
+        TokenChooser(model, row, sampling, seed=seed, max_new_tokens=max_new_tokens)
         for row, seed in zip(rows, seeds, strict=True)
     ]
     past = seen.reuse(rows[0]) if len(rows) == 1 else 0

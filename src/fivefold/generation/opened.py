@@ -23,7 +23,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.hub import is_hub_id
 from fivefold.core.run_folder import runs
 from fivefold.data.tokenizer import Bos, TokenizerInfo, encoding, find_tokenizer, tokenizer_files
-from fivefold.generation.settings import check_values, end_tokens, stop_texts
+from fivefold.generation.sampling import check_values, end_tokens, stop_texts
 from fivefold.generation.text import encode_prompt
 from fivefold.launch.world import World
 from fivefold.models import hf_internals
@@ -40,7 +40,7 @@ from fivefold.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenModel:
     """`folder`: of config and tokenizer. `ends`, `stop`: tokens and texts that end a text. `run`: the settings of the
     model's run; empty if it has none."""
 
@@ -67,7 +67,9 @@ class Opened:
         return ids_1T
 
 
-def open_model(name: str, world: World, *, layout: str, step: int | None, verb: str, converses: bool = False) -> Opened:
+def open_model(
+    name: str, world: World, *, layout: str, step: int | None, verb: str, converses: bool = False
+) -> OpenModel:
     """Open and parallelize a model. `name`: a run folder or the address of its copy, a Hugging Face folder, or a hub
     id. `layout` is a text; by default, the model computes in the type of its stored weights. `step`: a run's
     checkpoint, None the newest. `verb`: for messages. `converses`: texts are turns of a conversation. Unexpected
@@ -99,7 +101,7 @@ def open_model(name: str, world: World, *, layout: str, step: int | None, verb: 
     model.generation_config = hf_internals.generation_config(folder)
     check_values(model, folder)
     ends = end_tokens(model) or (info.eos_token_id,)
-    return Opened(folder, model, info.load(), info, ends, run, stop_texts(model))
+    return OpenModel(folder, model, info.load(), info, ends, run, stop_texts(model))
 
 
 def check_vocabulary(largest: int, config: Any, tokenizer: TokenizerInfo, what: str) -> None:

@@ -1,28 +1,34 @@
-"""A file of prompts, answered in batches: one JSON object per prompt, in the order of the file."""
+"""Prompts: a file of them, answered in batches (one JSON object per prompt, in the order of the file), and
+conversations, whose turns go through the tokenizer's chat template and reuse the cache of earlier ones.
+"""
 
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from fivefold.core import strict_json
 from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError
 from fivefold.core.files import writing
 from fivefold.data import examples
+from fivefold.data.chat import ChatTemplate
+from fivefold.data.spans import Turn
 from fivefold.generation import GenerateRequest
-from fivefold.generation.conversation import asked_ids, endings
-from fivefold.generation.decode import decode_rows, ready
-from fivefold.generation.opened import Opened
+from fivefold.generation.decode import KvCache, decode_rows, ready
+from fivefold.generation.opened import OpenModel
 from fivefold.generation.sampling import Sampling
-from fivefold.generation.text import StoppedText
+from fivefold.generation.text import StoppedText, pieces
 from fivefold.launch.world import World
 from fivefold.parallel.alike import check_alike
+from fivefold.parallel.plain import of_first
 
 _MORE = "docs/howto/generate.md"
 
@@ -52,7 +58,7 @@ class Answer:
         return "".join(self.parts)
 
 
-def answer_file(opened: Opened, request: GenerateRequest, world: World) -> None:
+def answer_file(opened: OpenModel, request: GenerateRequest, world: World) -> None:
     """Answer the prompts of `request.prompts` over a joined world; every rank calls this, and the first one writes to
     `request.out`, or to standard output. Raises `UserError`, naming the line, before any computation."""
     prompts = read_prompts(opened, request)
@@ -88,7 +94,7 @@ def _out(request: GenerateRequest) -> Iterator[TextIO]:
             written.replace(place)
 
 
-def answers(opened: Opened, prompts: Sequence[Prompt], request: GenerateRequest, *, first: int = 0) -> list[Answer]:
+def answers(opened: OpenModel, prompts: Sequence[Prompt], request: GenerateRequest, *, first: int = 0) -> list[Answer]:
     """The answers to prompts, computed in one batch. `first`: the number of the first one; each prompt is drawn with
     `request.seed` plus its number."""
     found = [Answer(StoppedText(opened.tokenizer, prompt.stop)) for prompt in prompts]
@@ -116,7 +122,7 @@ def _take(prompts: Sequence[Prompt], found: Sequence[Answer], number: int, token
     return answer.is_over
 
 
-def read_prompts(opened: Opened, request: GenerateRequest) -> list[Prompt]:
+def read_prompts(opened: OpenModel, request: GenerateRequest) -> list[Prompt]:
     """The prompts of a file: its lines, or for .jsonl the `prompt` or the `messages` of each record."""
     path = Path(str(request.prompts))
     try:
@@ -163,7 +169,7 @@ def _at(where: str) -> Iterator[None]:
 
 
 def prompt_of(
-    opened: Opened, record: dict[str, Any], where: str, *,
+    opened: OpenModel, record: dict[str, Any], where: str, *,
     chat: bool = False, system: str | None = None, stop: Sequence[str] = (),
 ) -> Prompt:  # fmt: skip
     """The prompt of a record with `prompt` or `messages`; `chat`: a text is a user's turn, too. `system`: the system's
@@ -181,3 +187,89 @@ def prompt_of(
     with _at(where):
         ids = asked_ids(opened, example.turns, example.tools)
     return Prompt(ids, record, ends, (*stop, *of_template))
+
+
+# ---- conversations ---------------------------------------------------------------------------------------------------
+
+
+HELP = "/reset forgets what was said, /exit ends (so do Ctrl-D and Ctrl-C)"
+
+
+def asked_ids(opened: OpenModel, turns: Sequence[Turn], tools: Sequence[Any] | None = None) -> list[int]:
+    """The tokens of a conversation up to the beginning of the assistant's answer: those of `apply_chat_template`, as in
+    training. Raises `UserError`."""
+    text = opened.info.template.render(turns, tools=tools, answer=True)
+    if not (ids := opened.encode(text)):
+        raise UserError(f"{opened.info.template.name} writes nothing of the conversation", fix="leave --chat out")
+    return ids
+
+
+def end_of_turn(template: ChatTemplate) -> str:
+    """The end marker of a template's answers, such as `<|im_end|>`; empty if unknown. Extra text after the last answer
+    is left out if it begins with the marker of earlier answers (Phi-3), and so is its lack (GLM-4.5)."""
+    early, last = template.ends or ("", "")
+    return early if not last or (early and last.startswith(early)) else last
+
+
+def endings(opened: OpenModel) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Tokens and texts that end an answer, including the template's end of a turn."""
+    ending = end_of_turn(opened.info.template)
+    ids = opened.tokenizer.encode(ending, add_special_tokens=False).ids if ending else []
+    if len(ids) == 1:
+        return (*opened.ends, ids[0]), opened.stop
+    return opened.ends, (*opened.stop, ending) if ending else opened.stop
+
+
+class Chat:
+    """A conversation of a user with a model. Every rank has one, and makes the same calls."""
+
+    def __init__(self, opened: OpenModel, request: GenerateRequest) -> None:
+        self.opened, self.request, self.seen = opened, request, KvCache()
+        self.ends, stop = endings(opened)
+        self.stop = (*request.stop, *stop)
+        self.turns: list[Turn] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        system = self.request.system
+        self.turns = [] if system is None else [{"role": "system", "content": system}]
+
+    def answer(self, text: str) -> Iterator[str]:
+        """Stream the answer to the user's text; then both join the conversation. Raises `UserError` for a conversation
+        that the template does not take, and leaves it unchanged."""
+        turns = [*self.turns, {"role": "user", "content": text}]
+        ids, said = torch.tensor([asked_ids(self.opened, turns)]), []
+        for piece in pieces(
+            self.opened.model, self.opened.tokenizer, ids, self.ends, stop=self.stop, seen=self.seen,
+            max_new_tokens=self.request.max_new_tokens, seed=self.request.seed + len(turns) // 2,
+            **self.request.drawing,
+        ):  # fmt: skip
+            said.append(piece)
+            yield piece
+        self.turns = [*turns, {"role": "assistant", "content": "".join(said)}]
+
+
+def converse(chat: Chat, world: World, lines: Iterator[str], write: Callable[[str], object]) -> None:
+    """Answer line after line until `/exit` or the end. The first rank reads `lines` and passes answers to `write`."""
+    show = write if world.is_first else lambda text: None
+    shows_prompt = world.is_first and sys.stdout.isatty()
+    if shows_prompt:
+        show(f"{HELP}\n")
+    while True:
+        if shows_prompt:
+            show("> ")
+        line = of_first(next(lines, None) if world.is_first else None)
+        if line is None or line.strip() == "/exit":
+            if line is None and shows_prompt:
+                show("\n")
+            return
+        if line.strip() == "/reset":
+            chat.reset()
+        elif line.strip():
+            try:
+                for piece in chat.answer(line):
+                    show(piece)
+            except UserError as error:
+                show(str(error))
+            show("\n")

@@ -7,11 +7,9 @@ from typing import Any
 from fivefold.core.cache import say_aloud
 from fivefold.core.text import listed, shown
 from fivefold.generation import GenerateRequest
-from fivefold.generation.conversation import Chat, converse
-from fivefold.generation.opened import Opened, open_model
-from fivefold.generation.prompts import answer_file
-from fivefold.generation.sampling import Sampling
-from fivefold.generation.settings import not_used
+from fivefold.generation.opened import OpenModel, open_model
+from fivefold.generation.prompts import Chat, answer_file, converse
+from fivefold.generation.sampling import Sampling, not_used
 from fivefold.generation.text import pieces
 from fivefold.launch.once import as_worker, standard_input
 from fivefold.launch.world import World
@@ -24,7 +22,7 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
 
 
 def continued(
-    opened: Opened, request: GenerateRequest, world: World, *, write: Callable[[str], object] | None = None
+    opened: OpenModel, request: GenerateRequest, world: World, *, write: Callable[[str], object] | None = None
 ) -> str:
     """The text that continues the prompt. Rank 0 passes the prompt and then the text, piece by piece, to `write`; with
     the chat template only the text."""
@@ -63,7 +61,7 @@ def on_rank(request: Mapping[str, Any], world: World) -> str:
     return text
 
 
-def _open(request: GenerateRequest, world: World) -> Opened:
+def _open(request: GenerateRequest, world: World) -> OpenModel:
     converses = request.chat or request.prompt is None  # records of a file may contain turns
     return open_model(
         request.model, world, layout=request.layout, step=request.step, verb="generate", converses=converses
@@ -73,7 +71,7 @@ def _open(request: GenerateRequest, world: World) -> Opened:
 on_worker = as_worker(on_rank)
 
 
-def say_not_used(opened: Opened, request: GenerateRequest) -> None:
+def say_not_used(opened: OpenModel, request: GenerateRequest) -> None:
     """Name the unused settings of the model's generation config, on standard error."""
     found = not_used(opened.model.generation_config, Sampling(**request.drawing), request.max_new_tokens)
     if found:

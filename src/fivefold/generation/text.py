@@ -9,7 +9,7 @@ from torch import Tensor
 from fivefold.core.errors import UserError
 from fivefold.data.tokenizer import put_bos
 from fivefold.data.tokenizer_probe import template_ids
-from fivefold.generation.decode import Seen, decode, ready
+from fivefold.generation.decode import KvCache, decode, ready
 
 _INCOMPLETE = "\ufffd"  # decoded form of bytes that are no whole character yet
 
@@ -42,7 +42,7 @@ def pieces(
     eos_token_ids: Collection[int],
     *,
     stop: Sequence[str] = (),
-    seen: Seen | None = None,
+    seen: KvCache | None = None,
     **options: Any,
 ) -> Iterator[str]:
     """The text with which `model` continues `prompt` (int64 [1, T]), streamed in whole characters.

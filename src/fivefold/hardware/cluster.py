@@ -17,12 +17,14 @@ another type. Or a TOML file, whose tables override values of the chip or of its
 The fields are those of `Chip`, `NodeType` and `Link`.
 """
 
+import json
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fivefold.core import strict_json
 from fivefold.core.errors import UserError, first_line
@@ -73,9 +75,21 @@ class Cluster:
         return _from_file(expanded(text), size) if text.endswith(".toml") else _from_text(text, {}, size)
 
     @staticmethod
-    def of_toml(content: str, name: str) -> "Cluster":
-        """Parse the content of a TOML file; errors call it `name`. Raises `UserError`."""
-        return _from_toml(content, name)
+    def of_toml(content: str, name: str = "what was measured", size: tuple[int, int] | None = None) -> "Cluster":
+        """Parse the content of a TOML file; errors call it `name`. `size`: see `parse`. Raises `UserError`."""
+        try:
+            tree = tomllib.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{name} cannot be read as a cluster: {first_line(error)}", fix=FORM) from None
+        text = tree.pop("cluster", None)
+        if not isinstance(text, str):
+            raise UserError(f"{name} does not say its cluster", fix='write cluster = "16x8xH100" at its top')
+        if wrong := [key for key, value in tree.items() if key not in ("chip", "node") or not isinstance(value, dict)]:
+            raise UserError(f"{name}: {wrong[0]} is no table of a cluster", fix="the tables are [chip] and [node]")
+        try:
+            return _from_text(text, tree, size)
+        except UserError as error:
+            raise UserError(f"{name}: {error.what}", fix=error.fix) from None
 
     @property
     def world(self) -> int:
@@ -124,6 +138,24 @@ def nodes_of(size: int, local_size: int) -> tuple[int, int]:
     return (size // local_size, local_size) if size % local_size == 0 else (size, 1)
 
 
+def to_toml(tables: Mapping[str, Any], about: str = "") -> str:
+    """Format as TOML, as `Cluster.parse` reads it: `about` as a comment, the text form of the `cluster`, the tables
+    `chip` and `node`, if any."""
+    head = [*(f"# {line}".rstrip() for line in about.splitlines()), f"cluster = {json.dumps(tables['cluster'])}"]
+    found = ((name, tables[name]) for name in ("chip", "node") if tables.get(name))
+    return "\n".join([*head, *(line for name, table in found for line in _lines(name, table)), ""])
+
+
+def _lines(name: str, table: Mapping[str, Any]) -> Iterator[str]:
+    yield from ("", f"[{name}]")
+    for key, value in table.items():
+        if not isinstance(value, Mapping):
+            yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _lines(f"{name}.{key}", value)
+
+
 def _from_text(text: str, changes: Table, size: tuple[int, int] | None = None) -> Cluster:
     """Cluster of a text form, with a file's changes to the chip and the node."""
     match = _TEXT.fullmatch(text)
@@ -158,23 +190,7 @@ def _from_file(file: Path, size: tuple[int, int] | None = None) -> Cluster:
         content = strict_json.content(file, strict_json.MOST_CONFIG_BYTES).decode()
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as a cluster: {first_line(error)}", fix=FORM) from None
-    return _from_toml(content, str(file), size)
-
-
-def _from_toml(content: str, file: str, size: tuple[int, int] | None = None) -> Cluster:
-    try:
-        tree = tomllib.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read as a cluster: {first_line(error)}", fix=FORM) from None
-    text = tree.pop("cluster", None)
-    if not isinstance(text, str):
-        raise UserError(f"{file} does not say its cluster", fix='write cluster = "16x8xH100" at its top')
-    if wrong := [key for key, value in tree.items() if key not in ("chip", "node") or not isinstance(value, dict)]:
-        raise UserError(f"{file}: {wrong[0]} is no table of a cluster", fix="the tables are [chip] and [node]")
-    try:
-        return _from_text(text, tree, size)
-    except UserError as error:
-        raise UserError(f"{file}: {error.what}", fix=error.fix) from None
+    return Cluster.of_toml(content, str(file), size)
 
 
 def _check_size(nodes: int, devices: int, most: int, text: str, chip: str) -> None:

@@ -11,7 +11,7 @@ from fivefold.core.errors import UserError
 from fivefold.data.batch import MicroBatch
 from fivefold.generation import SEED, TEMPERATURE, TOP_K, TOP_P, check_options
 from fivefold.generation.decode import decode, ready
-from fivefold.generation.settings import end_tokens, stop_texts
+from fivefold.generation.sampling import end_tokens, stop_texts
 from fivefold.generation.text import StoppedText, encode_prompt
 from fivefold.own_loop.batches import (
     READ_MORE,

@@ -162,7 +162,12 @@ def _headline(config: RunConfig, rows: Rows) -> str:
 
 
 def _facts(
-    config: RunConfig, run: Path, rows: Rows, spread: Mapping[str, Any], past: history.History, spans: list[story.Span]
+    config: RunConfig,
+    run: Path,
+    rows: Rows,
+    spread: Mapping[str, Any],
+    past: history.History,
+    spans: list[story.StartSummary],
 ) -> dict[str, str]:
     """Facts and results of a run, in words; unknown ones are left out."""
     last, newest = rows[-1], past.starts[-1].about if past.starts else {}
@@ -214,7 +219,7 @@ def _best(config: RunConfig, rows: Rows, kept: Sequence[int]) -> str:
     return f"{metric} {value:.4f} at step {step}{', whose checkpoint is kept' if step in kept else ''}"
 
 
-def _speed(rows: Rows, spans: Sequence[story.Span]) -> dict[str, str]:
+def _speed(rows: Rows, spans: Sequence[story.StartSummary]) -> dict[str, str]:
     """Speed of the whole run, or of its last start if there were several: layouts are not averaged."""
     tokens, seconds, peak = _measured(rows, spans)
     of = "since the last start; the table of starts has them all" if len(spans) > 1 else "medians"
@@ -225,7 +230,7 @@ def _speed(rows: Rows, spans: Sequence[story.Span]) -> dict[str, str]:
     }
 
 
-def _measured(rows: Rows, spans: Sequence[story.Span]) -> tuple[float | None, float | None, float | None]:
+def _measured(rows: Rows, spans: Sequence[story.StartSummary]) -> tuple[float | None, float | None, float | None]:
     """Tokens per second, seconds of a step, peak GiB: of the last start, if there were several."""
     if len(spans) < 2:
         return story.speeds(rows)

@@ -30,7 +30,7 @@ EXPLAINED = (
 
 
 @dataclass(frozen=True)
-class Drawing:
+class ParameterDrawing:
     """A parameter as a rectangle of boxes: dimension 0 downwards; a vector is horizontal."""
 
     name: str
@@ -41,11 +41,11 @@ class Drawing:
 
 
 @dataclass(frozen=True)
-class Part:
+class MapPart:
     """A layer, or the modules before or after the layers; `alike` names the layers with the same slices."""
 
     title: str
-    drawings: tuple[Drawing, ...]
+    drawings: tuple[ParameterDrawing, ...]
     alike: str = ""
 
 
@@ -54,7 +54,7 @@ class SliceMap:
     """A whole model under one layout. `shares`: percent of all parameters that each rank holds; `places`: coordinates
     of each rank, as `tp 1, dp_shard 0`, empty if unknown."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MapPart, ...]
     shares: tuple[float, ...]
     places: Sequence[str] = ()
 
@@ -128,7 +128,7 @@ class _Parameter:
         return self.inner, self.shape, places
 
 
-def _parts(parameters: Sequence[_Parameter], world: int) -> list[Part]:
+def _parts(parameters: Sequence[_Parameter], world: int) -> list[MapPart]:
     """Every part of the model; only the first of several layers with the same slices."""
     runs = [(layer, list(run)) for layer, run in groupby(parameters, lambda parameter: in_layer(parameter.name)[0])]
     stems = {layer.stem for layer, _ in runs if layer}
@@ -141,12 +141,12 @@ def _parts(parameters: Sequence[_Parameter], world: int) -> list[Part]:
         seen += layer is not None
         if layer is None:
             title = "" if not stems else "after the layers" if seen else "before the layers"
-            found.append(Part(title, _drawings(own, world)))
+            found.append(MapPart(title, _drawings(own, world)))
         elif likes := alike.pop(_looks(layer, own), None):
             title = f"layer {layer.number}" if len(stems) == 1 else f"{layer.stem}.{layer.number}"
             more = f"{len(own) - PER_LAYER} more parameters are not drawn" if len(own) > PER_LAYER else ""
             said = "; ".join(filter(None, (more, _alike(likes, world))))
-            found.append(Part(title, _drawings(own[:PER_LAYER], world), said))
+            found.append(MapPart(title, _drawings(own[:PER_LAYER], world), said))
     return found
 
 
@@ -172,7 +172,7 @@ def _alike(layers: Sequence[tuple[int, tuple[int, ...]]], world: int) -> str:
     return "; ".join(texts)
 
 
-def _drawings(parameters: Sequence[_Parameter], world: int) -> tuple[Drawing, ...]:
+def _drawings(parameters: Sequence[_Parameter], world: int) -> tuple[ParameterDrawing, ...]:
     """Draw parameters to one scale."""
     sides = (
         parameter.shape[dim]
@@ -184,7 +184,7 @@ def _drawings(parameters: Sequence[_Parameter], world: int) -> tuple[Drawing, ..
     return tuple(_draw(parameter, longest, world) for parameter in parameters)
 
 
-def _draw(parameter: _Parameter, longest: int, world: int) -> Drawing:
+def _draw(parameter: _Parameter, longest: int, world: int) -> ParameterDrawing:
     shape, held = parameter.shape, parameter.held
     rows, columns = _drawn_dims(shape, held)
     height = BAR if rows is None else _side(shape[rows], longest)
@@ -196,7 +196,7 @@ def _draw(parameter: _Parameter, longest: int, world: int) -> Drawing:
         x, y, w, h = left * width, top * height, (right - left) * width, (bottom - top) * height
         title = f"{of_ranks(ranks, world)}: [{', '.join(f'{start}:{stop}' for start, stop in region)}]"
         boxes.append(Box(x, y, w, h, _fill(ranks), title, ranks_text(ranks, world)))
-    return Drawing(parameter.inner, " × ".join(map(str, shape)), width, height, tuple(boxes))
+    return ParameterDrawing(parameter.inner, " × ".join(map(str, shape)), width, height, tuple(boxes))
 
 
 def _drawn_dims(shape: tuple[int, ...], held: Holders) -> tuple[int | None, int]:

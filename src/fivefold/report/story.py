@@ -19,7 +19,7 @@ _KNOWN = {
 
 
 @dataclass(frozen=True)
-class Span:
+class StartSummary:
     """A start of the run and the steps that it made: medians without the first step, which includes setup."""
 
     began: str
@@ -83,7 +83,7 @@ def compared(planned: Expected, step_seconds: float | None, peak_gib: float | No
 # ---- starts and events ---------------------------------------------------------------------------------------------
 
 
-def spans(history: History, rows: Rows) -> list[Span]:
+def spans(history: History, rows: Rows) -> list[StartSummary]:
     """List each start that made steps of the run as it is now."""
     found = []
     for start, first, last in history.spans():
@@ -93,11 +93,11 @@ def spans(history: History, rows: Rows) -> list[Span]:
     return found
 
 
-def _span(start: Start, rows: Rows) -> Span:
+def _span(start: Start, rows: Rows) -> StartSummary:
     about = start.about
     tokens_per_second, step_seconds, peak_gib = speeds(rows)
     ranks = f"{about.get('world')} rank{'s' * (about.get('world') != 1)}"
-    return Span(
+    return StartSummary(
         began=moment(start.time), took=duration(start.seconds), layout=str(about.get("layout", "")),
         place=f"{ranks} on {about.get('device')}, {(about.get('machine') or {}).get('host', '')}".rstrip(", "),
         steps=f"{rows[0]['step']}–{rows[-1]['step']}",

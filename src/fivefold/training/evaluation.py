@@ -14,7 +14,7 @@ from fivefold.core.best import Best
 from fivefold.core.errors import UserError
 from fivefold.data.prepare import PreparedData
 from fivefold.data.rows import PackedRows
-from fivefold.generation.opened import Opened
+from fivefold.generation.opened import OpenModel
 from fivefold.generation.prompts import Prompt, prompt_of, read_records
 from fivefold.generation.text import pieces
 from fivefold.training import metrics
@@ -95,7 +95,7 @@ class Samples(Part):
         self._prompts: list[Prompt] = []
         if config.sample.is_on:
             info = data.tokenizer
-            self._opened = Opened(info.folder, model, info.load(), info, (info.eos_token_id,), {})
+            self._opened = OpenModel(info.folder, model, info.load(), info, (info.eos_token_id,), {})
             records = checkpoint.on_first_rank(lambda: list(_records(config)))
             self._prompts = [prompt_of(self._opened, record, where) for record, where in records]
 

@@ -18,9 +18,9 @@ from fivefold.verification.results import (
     ALWAYS,
     SMALL,
     WORDS,
+    ComparisonRow,
     Distance,
     LayoutResult,
-    Row,
     Tolerances,
     judge,
     kind_of,
@@ -68,11 +68,11 @@ class Comparison:
             if values >= self._reference.values(_recorded_as(key)):
                 self._whole.add(key)
 
-    def judged(self, kind: str, distances: Distances) -> list[Row]:
+    def judged(self, kind: str, distances: Distances) -> list[ComparisonRow]:
         """The rows that `in_order` would add."""
         return self._rows(kind, _of_all_ranks(kind, distances), None)
 
-    def _rows(self, kind: str, everyone: Sequence[Distances], names: list[str] | None) -> list[Row]:
+    def _rows(self, kind: str, everyone: Sequence[Distances], names: list[str] | None) -> list[ComparisonRow]:
         source = _recorded_as(kind)
         norms = {name: self._reference.norm(f"{source}/{name}") for name in self._reference.names(source)}
         floor = SMALL * math.hypot(*norms.values())
@@ -89,7 +89,7 @@ class Comparison:
         everyone = everywhere(dict(mine))
         for what in mine:
             error = max((times[what] for times in everyone), key=lambda time: math.inf if math.isnan(time) else time)
-            self.found.add(Row(what, error, self.allowed(what), error <= self.allowed(what)))
+            self.found.add(ComparisonRow(what, error, self.allowed(what), error <= self.allowed(what)))
 
     def count(self, what: str, wrong: Mapping[str, str], *, say: bool = True) -> None:
         """Add a row that counts what is wrong on any rank; without `say` only if something is."""
@@ -98,7 +98,7 @@ class Comparison:
             everyone.update(wrong_)
         if everyone or say:
             first = next(iter(everyone.values()), "")
-            self.found.add(Row(what, float(len(everyone)), 0.0, not everyone, first))
+            self.found.add(ComparisonRow(what, float(len(everyone)), 0.0, not everyone, first))
 
     def coverage(self, not_shown: Collection[str]) -> None:
         """Check that every value recorded by the reference was compared. Incomplete kinds are reported with counts.

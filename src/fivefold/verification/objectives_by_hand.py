@@ -1,6 +1,6 @@
 """Objectives besides cross entropy, written out with autograd through the whole formula: the reference for
-`training/preference.py`, which works in the loss of a micro batch, and for `parallel/loss/runtime.py`, which uses only a
-teacher's top-k tokens. Preferences are as in their papers, and as TRL computes them.
+`training/preference.py`, which works in the loss of a micro batch, and for `parallel/loss/runtime.py`, which uses only
+a teacher's top-k tokens. Preferences are as in their papers, and as TRL computes them.
 """
 
 from collections.abc import Callable
@@ -101,7 +101,7 @@ def _kto(case: ProofCase, sums: Tensor) -> tuple[Tensor, Tensor]:
 RATED: dict[str, Callable[[ProofCase, Tensor], tuple[Tensor, Tensor]]] = {"kto": _kto}
 
 
-# ---- distillation: both softmaxes over the whole vocabulary ------------------------------------------------------------
+# ---- distillation: both softmaxes over the whole vocabulary ----------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from itertools import compress
 
 from fivefold.report.names import layers_of, short_names
 from fivefold.report.plot import CHARACTER, LEFT, WIDTH, Axes, Linear, LogScale, entry, label, nice, svg
-from fivefold.verification.results import Row
+from fivefold.verification.results import ComparisonRow
 
 TICKS = 60  # names under an axis; if there are more, only the layers are named
 GAP = 40.0  # pixels between two plots side by side
@@ -17,7 +17,7 @@ DASHES = "6 3"
 LEGEND = (("allowed", "var(--ink)", DASHES), ("more than is allowed", "var(--wrong)", ""))
 
 
-Points = Mapping[str, Row]  # by name, in order
+Points = Mapping[str, ComparisonRow]  # by name, in order
 
 
 def accuracy(errors: Mapping[str, Points], matches: Mapping[str, Mapping[str, float]]) -> str:
@@ -111,7 +111,7 @@ def losses(curves: Mapping[str, Sequence[float]], references: Mapping[str, Seque
 # ---- how -------------------------------------------------------------------------------------------------------------
 
 
-def _scale(points: Iterable[Row]) -> LogScale:
+def _scale(points: Iterable[ComparisonRow]) -> LogScale:
     return LogScale(value for point in points for value in (point.error, point.tolerance))
 
 
@@ -128,13 +128,15 @@ def _steps(values: Sequence[float]) -> range:
     return range(1, len(values) + 1)
 
 
-def _legend(names: Iterable[str], points: Iterable[Row]) -> list[tuple[str, str, str]]:
+def _legend(names: Iterable[str], points: Iterable[ComparisonRow]) -> list[tuple[str, str, str]]:
     """An entry for each series, then, if drawn, those for the tolerances and for what exceeds them."""
     oks = {point.ok for point in points}
     return [*(entry(name, number) for number, name in enumerate(names)), *LEGEND[: len(oks) and 1 + (False in oks)]]
 
 
-def _errors(axes: Axes, xs: Sequence[float], points: Sequence[Row], number: int, *, line: float = 1.4) -> None:
+def _errors(
+    axes: Axes, xs: Sequence[float], points: Sequence[ComparisonRow], number: int, *, line: float = 1.4
+) -> None:
     """Draw a series, with rings around the points that exceed their tolerance."""
     axes.curve(xs, [point.error for point in points], number, line=line)
     wrong = [not point.ok for point in points]

@@ -18,7 +18,7 @@ from fivefold.parallel.layout import KEYS, Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.verification.proof_case import ProofCase, tokens_of
-from fivefold.verification.reference import Reference, reassociated
+from fivefold.verification.reference import ReferenceRun, reassociated
 from fivefold.verification.reference_tensors import logit_distances, save_reference_tensors
 from fivefold.verification.results import FACTOR, SMALL, Distance, kind_of, relative, relative_number
 
@@ -58,8 +58,8 @@ def prepare(case: ProofCase, layout: Layout, path: Path, device: str) -> None:
     )  # fmt: skip
 
 
-def _run(case: ProofCase, precision: str, device: str, inputs: list[str], **options: Any) -> Reference:
-    return Reference(case, precision, device, **options).before().run(inputs)
+def _run(case: ProofCase, precision: str, device: str, inputs: list[str], **options: Any) -> ReferenceRun:
+    return ReferenceRun(case, precision, device, **options).before().run(inputs)
 
 
 def rounding(tensors: Mapping[str, Tensor]) -> dict[str, float]:

@@ -46,7 +46,7 @@ from fivefold.verification.objectives_by_hand import teacher_targets
 from fivefold.verification.observer import Observer
 from fivefold.verification.proof_case import LEARNING_RATE, Documents, ProofCase, micro_batches, row_numbers, tokens_of
 from fivefold.verification.reference_tensors import ReferenceTensors, logit_distances
-from fivefold.verification.results import CONTROL, Distance, LayoutResult, Row, relative_number
+from fivefold.verification.results import CONTROL, ComparisonRow, Distance, LayoutResult, relative_number
 
 PLANTED = 20.0  # the planted fault adds this many times the tolerance, plus 0.25, to a norm
 
@@ -296,7 +296,9 @@ class Proof:
             rows = []
             for step, (a, b) in enumerate(zip(found, expected, strict=True)):
                 error, allowed = relative_number(a, b), self.compare.allowed(f"{what}/{step}")
-                rows.append(Row(f"{what} of {len(found)} steps", error, allowed, error <= allowed, f"step {step + 1}"))
+                rows.append(
+                    ComparisonRow(f"{what} of {len(found)} steps", error, allowed, error <= allowed, f"step {step + 1}")
+                )
             self.found.add(next((row for row in rows if not row.ok), max(rows, key=lambda row: row.error)))
         self.compare.pieces("last", self._trained())
 
@@ -325,11 +327,11 @@ class Proof:
             part.copy_(values)
         first = next((row for row in self.compare.judged("output", observer.distances) if not row.ok), None)
         if first is None:
-            row = Row(CONTROL, 0.0, 0.0, False, f"{module}: the next pass does not compute with it")
+            row = ComparisonRow(CONTROL, 0.0, 0.0, False, f"{module}: the next pass does not compute with it")
         else:
             is_there = first.name == module
             where = module if is_there else f"planted in {module}, found in {first.name}"
-            row = Row(CONTROL, first.error, first.tolerance, is_there, where)
+            row = ComparisonRow(CONTROL, first.error, first.tolerance, is_there, where)
         self.found.add(row)
 
     def save(self, folder: Path) -> None:

@@ -46,7 +46,7 @@ _IN_BLOCK = re.compile(r"\.\d+\.")  # the index in a list of layers
 CLIP = 0.5  # of a step's gradient norm, so that clipping is active; its inverse in every second step, so that it is not
 
 
-class Reference:
+class ReferenceRun:
     """The model of a proof case in one process, and everything it computes."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Reference:
         """True if training drops what evaluation keeps."""
         return self.drops is not None or self.draws is not None
 
-    def run(self, inputs: list[str]) -> "Reference":
+    def run(self, inputs: list[str]) -> "ReferenceRun":
         """Compute everything, in order. `inputs`: modules whose input is kept as well."""
         self._keep("weight", trained(self.master))
         if self.case.objective == "distill":
@@ -190,7 +190,7 @@ class Reference:
             return norm * (CLIP if step % 2 == 0 else 1 / CLIP)
         return most or math.inf
 
-    def before(self) -> "Reference":
+    def before(self) -> "ReferenceRun":
         """Compute the continuations of the prompts, which need the first weights."""
         self._sync()
         with exactly(self.precision), torch.no_grad():
@@ -233,7 +233,7 @@ class Reference:
         batch = self.case.documents(step)
         self._count_picks(batch, step)
         self._begin_reductions(batch)
-        seen = None if inputs is None else Watch(self, inputs)
+        seen = None if inputs is None else DocumentRecorder(self, inputs)
         for row, start, ids, targets in self._training_sequences(batch, step):
             if seen:
                 seen.begin(row, start, len(ids))
@@ -420,10 +420,10 @@ def dims_of(model: torch.nn.Module) -> dict[str, int]:
     return {name: p.ndim - name.startswith(experts) for name, p in model.named_parameters()}
 
 
-class Watch:
+class DocumentRecorder:
     """Records module outputs by document, each at its place in the packed rows."""
 
-    def __init__(self, reference: Reference, inputs: list[str]) -> None:
+    def __init__(self, reference: ReferenceRun, inputs: list[str]) -> None:
         self._reference = reference
         self._grids: dict[str, Tensor] = {}
         self._token_dims: dict[str, set[int]] = {}

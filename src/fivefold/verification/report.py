@@ -1,5 +1,5 @@
-"""The report of a proof, for people and for programs: JSON, and the tables, plots and maps that say what its comparisons
-showed. `plots` draws.
+"""The report of a proof, for people and for programs: JSON, and the tables, plots and maps that say what its
+comparisons showed. `plots` draws.
 """
 
 import json
@@ -10,18 +10,17 @@ from dataclasses import asdict, dataclass, field
 from markupsafe import Markup
 
 from fivefold.core.units import many
-from fivefold.report.findings import Cell, Column, Facts, Findings, Fold, Notes, On, Plot, Section, Table
-from fivefold.report.findings import Row as TableRow
+from fivefold.report.findings import Cell, Column, Facts, Findings, Fold, Notes, On, Plot, Row, Section, Table
 from fivefold.report.slices import EXPLAINED, slice_map
 from fivefold.report.table import Report
 from fivefold.verification import plots
-from fivefold.verification.results import CONTROL, WORDS, LayoutResult, Row, number
+from fivefold.verification.results import CONTROL, WORDS, ComparisonRow, LayoutResult, number
 
 HUGE = 1e308  # an infinite error: JSON has no infinities
 
 
 @dataclass(frozen=True)
-class LayoutRow(Row):
+class LayoutRow(ComparisonRow):
     """A row of a proof with its layout."""
 
     layout: str = ""
@@ -80,7 +79,7 @@ MODULES = (WORDS["output"], WORDS["backward"], WORDS["load"])
 PARAMETERS = tuple(word for word in WORDS.values() if word not in MODULES)
 GRADIENTS = (WORDS["raw"], WORDS["gradient"], WORDS["clipped"])
 MEAN_ERROR, OTHER_TOKENS = "logits, mean error of top ", "tokens, other top "
-Named = Mapping[str, Mapping[str, Row]]  # kind -> module or parameter -> its comparison
+Named = Mapping[str, Mapping[str, ComparisonRow]]  # kind -> module or parameter -> its comparison
 
 
 VERDICTS = {
@@ -201,7 +200,7 @@ def _verdicts(found: Sequence[LayoutResult]) -> Table:
         Column("seconds", "n"),
     ]
     rows = [
-        TableRow([
+        Row([
             Cell(result.layout, link=f"layout-{number}"), _chip(result),
             Cell(_says(result), "bad" if result.verdict == "WRONG" else ""), Cell(str(len(result.rows) or "")),
             Cell(f"{result.seconds:.1f}" if result.seconds else ""),
@@ -249,7 +248,7 @@ def _layouts(found: Sequence[LayoutResult]) -> Table:
         texts = (row.what, number(row.error), number(row.tolerance)) if row else ("", "", "")
         seconds = f"{result.seconds:.1f}" if result.seconds else ""
         cells = [Cell(text) for text in (str(len(result.rows) or ""), *texts, seconds)]
-        rows.append(TableRow([Cell(result.layout), Cell(result.verdict, VERDICTS[result.verdict][1]), *cells]))
+        rows.append(Row([Cell(result.layout), Cell(result.verdict, VERDICTS[result.verdict][1]), *cells]))
     return Table(columns, rows, is_narrow=True)
 
 
@@ -261,9 +260,9 @@ def _differing(found: LayoutResult) -> Table:
         (group.what, f"{group.wrong} of {group.count}", number(group.row.error), number(group.row.tolerance))
         for group in wrong[:KINDS]
     ]
-    rows: list[TableRow | str] = [TableRow([Cell(text) for text in texts], "wrong") for texts in cells]
+    rows: list[Row | str] = [Row([Cell(text) for text in texts], "wrong") for texts in cells]
     if len(wrong) > KINDS:
-        rows.append(TableRow([Cell(f"and {len(wrong) - KINDS} more"), Cell(""), Cell(""), Cell("")]))
+        rows.append(Row([Cell(f"and {len(wrong) - KINDS} more"), Cell(""), Cell(""), Cell("")]))
     return Table(columns, rows)
 
 
@@ -309,14 +308,14 @@ def _kinds(found: LayoutResult) -> Table:
             f"{'' if row.ok else '✕ '}{group.what}", str(group.count), number(row.error), number(row.tolerance),
             f"{short}{others}", f"{row.where if not row.ok or row.error else ''}{others}",
         ]  # fmt: skip
-        rows.append(TableRow([Cell(text) for text in cells], "" if row.ok else "wrong"))
+        rows.append(Row([Cell(text) for text in cells], "" if row.ok else "wrong"))
     return Table(columns, rows)
 
 
-def _numbers(rows: Sequence[Row]) -> Table:
+def _numbers(rows: Sequence[ComparisonRow]) -> Table:
     columns = [Column("what"), Column("error", "n"), Column("allowed", "n"), Column("where", "name")]
     cells = [[Cell(text) for text in (row.what, number(row.error), number(row.tolerance), row.where)] for row in rows]
-    marked = [TableRow(texts, "" if row.ok else "wrong") for row, texts in zip(rows, cells, strict=True)]
+    marked = [Row(texts, "" if row.ok else "wrong") for row, texts in zip(rows, cells, strict=True)]
     return Table(columns, marked, "Numbers and counts", look="")
 
 
@@ -328,7 +327,7 @@ def _by_name(found: LayoutResult) -> Named:
     return {kind: _sorted(rows, place) for kind, rows in kinds.items() if rows}
 
 
-def _sorted(rows: Mapping[str, Row], place: Mapping[str, int]) -> dict[str, Row]:
+def _sorted(rows: Mapping[str, ComparisonRow], place: Mapping[str, int]) -> dict[str, ComparisonRow]:
     return {name: rows[name] for name in sorted(rows, key=lambda name: place.get(name, len(place)))}
 
 
@@ -340,11 +339,11 @@ def _matrix(title: str, named: Named) -> Table:
         *(Column(f"{kind}\n{most}", "n") for kind, most in zip(named, allowed, strict=True)),
     ]
     names = dict.fromkeys(name for rows in named.values() for name in rows)
-    rows = [TableRow([Cell(name), *(_error(rows.get(name)) for rows in named.values())]) for name in names]
+    rows = [Row([Cell(name), *(_error(rows.get(name)) for rows in named.values())]) for name in names]
     return Table(columns, rows, title, look="matrix")
 
 
-def _error(row: Row | None) -> Cell:
+def _error(row: ComparisonRow | None) -> Cell:
     if row is None:
         return Cell("–", "zero")
     if row.ok:
@@ -371,7 +370,7 @@ def _says(found: LayoutResult) -> str:
     return f"closest to its limit: {nearest.what}{of}, {number(nearest.error)} of {number(nearest.tolerance)} allowed"
 
 
-def _decisive(found: LayoutResult) -> Row | None:
+def _decisive(found: LayoutResult) -> ComparisonRow | None:
     """The first comparison that failed, else the one nearest to its limit; None if nothing differs at all."""
     measured = [row for row in found.rows if row.tolerance and row.error and row.what != CONTROL]
     return found.first_wrong or max(measured, key=lambda row: row.error / row.tolerance, default=None)
@@ -381,24 +380,26 @@ def _decisive(found: LayoutResult) -> Row | None:
 
 
 @dataclass(frozen=True)
-class Group:
+class ComparisonKind:
     """The rows of one kind: how many there are, how many are wrong, and the most important one."""
 
     what: str
     count: int
     wrong: int
-    row: Row
+    row: ComparisonRow
 
 
-def groups(rows: Iterable[Row]) -> list[Group]:
+def groups(rows: Iterable[ComparisonRow]) -> list[ComparisonKind]:
     """Group rows by `what`, in order of first appearance; rows for different top k are one kind."""
-    by_kind: dict[str, list[Row]] = {}
+    by_kind: dict[str, list[ComparisonRow]] = {}
     for row in rows:
         by_kind.setdefault(_TOP.sub(" top k", row.what), []).append(row)
-    return [Group(what, len(own), sum(not row.ok for row in own), _worst(own)) for what, own in by_kind.items()]
+    return [
+        ComparisonKind(what, len(own), sum(not row.ok for row in own), _worst(own)) for what, own in by_kind.items()
+    ]
 
 
-def _worst(rows: Sequence[Row]) -> Row:
+def _worst(rows: Sequence[ComparisonRow]) -> ComparisonRow:
     """The first row that is not ok; else the one closest to its tolerance."""
     return next((row for row in rows if not row.ok), max(rows, key=lambda row: row.error / (row.tolerance or 1.0)))
 
@@ -432,5 +433,5 @@ def _of_kinds(named: Named, kinds: Iterable[str]) -> Named:
     return {kind: named[kind] for kind in kinds if kind in named}
 
 
-def _by_k(found: LayoutResult, prefix: str) -> dict[str, Row]:
+def _by_k(found: LayoutResult, prefix: str) -> dict[str, ComparisonRow]:
     return {row.what.removeprefix(prefix): row for row in found.rows if row.what.startswith(prefix)}

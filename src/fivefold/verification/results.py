@@ -67,7 +67,7 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One comparison. `error` and `tolerance` are relative to the norm of the compared tensor, unless `what` says
     otherwise. `where`: a module, a parameter or a step; and the ranks that are wrong, if only some are."""
 
@@ -99,7 +99,7 @@ class LayoutResult:
     """The results of one layout. `refused`: why it did not run."""
 
     layout: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ComparisonRow] = field(default_factory=list)
     refused: str = ""
     not_told: list[str] = field(default_factory=list)  # comparisons for which the precision is too coarse
     not_shown: list[str] = field(default_factory=list)  # modules whose values on a rank could not be located
@@ -108,7 +108,7 @@ class LayoutResult:
     seconds: float = 0.0
     precision: str = "fp64"
 
-    def add(self, row: Row) -> None:
+    def add(self, row: ComparisonRow) -> None:
         """Add a row. If its tolerance is 1 or more, everything would pass: it goes to the `not_told` list instead."""
         if row.tolerance >= 1.0 and not row.what.startswith("logits"):
             self.not_told += [row.what] if row.what not in self.not_told else []
@@ -128,7 +128,7 @@ class LayoutResult:
         return "PROVED" if self.ok else "WRONG"
 
     @property
-    def first_wrong(self) -> Row | None:
+    def first_wrong(self) -> ComparisonRow | None:
         """The first failed comparison, in the order in which a step computes."""
         return next((row for row in self.rows if not row.ok), None)
 
@@ -146,7 +146,7 @@ class LayoutResult:
     @staticmethod
     def of(values: Mapping[str, Any]) -> "LayoutResult":
         """Read the output of `to_json`."""
-        return LayoutResult(**{**values, "rows": [Row(**row) for row in values["rows"]]})
+        return LayoutResult(**{**values, "rows": [ComparisonRow(**row) for row in values["rows"]]})
 
 
 class Tolerances:
@@ -188,7 +188,7 @@ def relative_number(found: float, expected: float) -> float:
 
 def judge(
     key: str, per_rank: Sequence[Distance | None], norm: float, floor: float, tolerance: float, layout: Layout
-) -> Row:
+) -> ComparisonRow:
     """Make the row of a key from the distances on each rank."""
     kind, _, name = key.partition("/")
     errors = [0.0 if distance is None else relative(distance, norm, floor) for distance in per_rank]
@@ -202,7 +202,7 @@ def judge(
         where += _times(scales) + _ranks(
             bad, [i for i, distance in enumerate(per_rank) if distance is not None], layout
         )
-    return Row(WORDS.get(kind, kind), error, tolerance, not bad, where)
+    return ComparisonRow(WORDS.get(kind, kind), error, tolerance, not bad, where)
 
 
 def _times(scales: Sequence[float | None]) -> str:

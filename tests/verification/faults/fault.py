@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fivefold.verification.results import Row
+from fivefold.verification.results import ComparisonRow
 
 Plant = Callable[[], AbstractContextManager[Any]]
 Kind = Literal["step", "load", "run"]
@@ -62,7 +62,7 @@ class Fault:
     model: Model
     kind: Kind = "step"
 
-    def names(self, row: Row) -> bool:
+    def names(self, row: ComparisonRow) -> bool:
         """Whether an engineer who reads this row first looks in the right place."""
         return any(re.fullmatch(what, row.what) and re.search(where, row.where) for what, where in self.expects)
 
