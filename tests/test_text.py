@@ -16,7 +16,7 @@ from fivefold.report.table import Report
 from fivefold.training.display import open_display
 from fivefold.training.launch import preparing
 from fivefold.verification.report import report_of
-from fivefold.verification.results import LayoutResult, Row
+from fivefold.verification.results import ComparisonRow, LayoutResult
 
 COMMANDS = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x00\x08\x7f\u202e\u2066\u2028"
 HOSTILE = f"a [red]b[/red] [/] {COMMANDS} c"
@@ -79,7 +79,10 @@ def test_tables_are_safe() -> None:
 
     console = Console(file=Terminal(), force_terminal=True, width=200)
     Report(title=HOSTILE, rows=(Line(HOSTILE),), ok=True, closing=HOSTILE).show(console)
-    found = [LayoutResult(HOSTILE, [Row("x", 1.0, 0.0, False, HOSTILE)]), LayoutResult("tp2", refused=HOSTILE)]
+    found = [
+        LayoutResult(HOSTILE, [ComparisonRow("x", 1.0, 0.0, False, HOSTILE)]),
+        LayoutResult("tp2", refused=HOSTILE),
+    ]
     report_of(found, "subject", {}).show(console)
     assert is_safe(console.file.getvalue(), of_rich=True)  # type: ignore[attr-defined]
     assert console.file.getvalue().count("[red]b[/red]") >= 5  # type: ignore[attr-defined]

@@ -11,8 +11,7 @@ import pytest
 
 from fivefold.core import history
 from fivefold.core.history import NAME, load
-from fivefold.report.curves import draw, panels
-from fivefold.report.plot import nice
+from fivefold.report.curves import draw, nice, panels
 from fivefold.report.run import main
 from fivefold.report.story import duration, marks, moment, spans
 from tests.report.html import Reader, asks_for_nothing

@@ -16,9 +16,9 @@ from fivefold.planner.estimate import Estimate, Item, Workload
 from fivefold.planner.explain import USEFUL, binds, slower_by, tied
 from fivefold.planner.failures import Failures, failure_sections
 from fivefold.planner.search import NEAR
+from fivefold.report.curves import label, nice
 from fivefold.report.figures import BAR, LANE, WIDTH, Box, Figure, timeline
 from fivefold.report.findings import Cell, Column, Findings, Notes, On, Plot, Row, Section, Table
-from fivefold.report.plot import label, nice
 from fivefold.report.table import Report
 
 LINE = 24  # characters of the longest bar

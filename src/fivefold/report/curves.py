@@ -6,14 +6,13 @@ from the numbers that each carries as JSON.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from fivefold.core.text import shown
 from fivefold.core.units import human
-from fivefold.report.plot import Axes, Linear, label, nice
 
 POINTS = 400  # of a curve; neighbours are averaged if there are more
 DOTTED = 60  # curves with fewer points show each of them
@@ -87,6 +86,38 @@ class Drawing:
     end: float  # pixels to the right end of the axis
     averaged: bool
     data: str
+
+
+@dataclass(frozen=True)
+class Linear:
+    """An axis from `low` to `high`."""
+
+    low: float
+    high: float
+
+    def part(self, value: float) -> float:
+        """Position of `value` on the axis, from 0 to 1."""
+        return (value - self.low) / (self.high - self.low)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A box in pixels with a scale on each side. `y` grows upwards."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    x: Linear
+    y: Linear
+
+    def x_at(self, value: float) -> float:
+        """Pixel position of a value of the lower axis."""
+        return self.left + self.x.part(value) * self.width
+
+    def y_at(self, value: float) -> float:
+        """Pixel position of a value of the left axis."""
+        return self.top + (1 - self.y.part(value)) * self.height
 
 
 def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
@@ -166,7 +197,7 @@ def _panel(title: str, curves: Curves, grids: Sequence[Grid], axes: Axes) -> Pan
     axes = replace(axes, y=Linear(low, high))
     lines, data = [], []
     for name, curve in curves.items():
-        places = axes.places([point.step for point in curve], [point.value for point in curve])
+        places = [f"{axes.x_at(point.step):.1f} {axes.y_at(point.value):.1f}" for point in curve]
         dots = "".join(f"M{place}h0" for place in places) if len(places) < DOTTED else ""
         lines.append(("M" + "L".join(places), dots))
         told = shown(LABELS.get(name, name))  # a browser decodes the escapes of JSON
@@ -202,3 +233,25 @@ def _short(value: float | None) -> float | int | None:
 
 def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
+
+
+def nice(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
+    """About `count` round numbers from `low` to `high`; at least one."""
+    span = (high - low) or abs(low) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / count))
+    step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= count)
+    step = max(step, 1.0) if whole else step
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)] or [low]
+
+
+def label(tick: float, ticks: Iterable[float]) -> str:
+    """Format a tick: short, and in the same form for a whole axis."""
+    ticks = list(ticks)
+    largest = max(abs(tick) for tick in ticks)
+    if largest >= 1000:
+        return human(tick) if tick else "0"
+    if 0 < largest < 0.001:
+        digits = int(any(abs(float(f"{one:.0e}") - one) > 1e-6 * largest for one in ticks))
+        return f"{tick:.{digits}e}".replace("e-0", "e-") if tick else "0"
+    return f"{tick:.6g}"

@@ -32,7 +32,7 @@ class Box:
     @property
     def is_busy(self) -> bool:
         """True if a label needs a background of its own."""
-        return self.fill.startswith("ranks-") or (self.fill.startswith("series-") and self.opacity > 0.75)
+        return self.fill.startswith(("ranks-", "wrong")) or (self.fill.startswith("series-") and self.opacity > 0.75)
 
 
 @dataclass(frozen=True)

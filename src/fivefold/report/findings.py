@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, ClassVar
 from fivefold.core.text import folded, shown
 
 if TYPE_CHECKING:
-    from markupsafe import Markup
     from rich.console import Console
     from rich.table import Table as Grid
     from rich.text import Text
@@ -125,10 +124,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing for the page, as data or as SVG, and a text about it. `lines`: what stands for them on a terminal."""
+    """A drawing for the page, and a text about it. `lines`: what stands for them on a terminal."""
 
     shape: ClassVar[str] = "plot"
-    drawing: "Figure | Drawing | SliceMap | Markup"
+    drawing: "Figure | Drawing | SliceMap"
     says: str = ""
     lines: Sequence[str] = ()
 

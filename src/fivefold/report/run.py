@@ -17,9 +17,8 @@ from fivefold.core.run_folder import is_run, runs, steps
 from fivefold.core.units import human, human_bytes
 from fivefold.report import curves, story
 from fivefold.report.figures import Figure, heat, timeline
-from fivefold.report.names import of_ranks
 from fivefold.report.render import SCRIPT, render, write
-from fivefold.report.slices import EXPLAINED, slice_map
+from fivefold.report.slices import EXPLAINED, of_ranks, slice_map
 
 SAMPLES = 12  # the last ones, shown
 Rows = Sequence[Mapping[str, Any]]

@@ -4,20 +4,22 @@ A region is `[[start, stop], ...]`, a pair for each dimension; a rank may hold s
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from fivefold.core.errors import UserError
 from fivefold.parallel.layout import Layout
 from fivefold.report.figures import Box
-from fivefold.report.names import Layer, in_layer, of_ranks, ranks_text
 
 LARGEST, SMALLEST, BAR = 200.0, 8.0, 12.0  # pixels of a side; height of a vector
 COLOURS = 8  # colours repeat; labels tell ranks apart
 STRIPES = 4  # more ranks are drawn as a grey hatch
 PER_LAYER = 40  # drawings
+# The first number in a dotted name is its layer: model.layers.3.mlp.up_proj, transformer.h.3.attn
+_LAYER = re.compile(r"^(?P<stem>(?:[^.\d][^.]*\.)+)(?P<number>\d+)(?:\.(?P<inner>.+))?$")
 
 Region = tuple[tuple[int, int], ...]
 Holders = dict[Region, tuple[int, ...]]  # region -> the ranks that hold it
@@ -27,6 +29,21 @@ EXPLAINED = (
     "A slice has the colour and the number of the rank that holds it; where several hold the same, it is striped. "
     "Hover over a slice for its indices."
 )
+
+
+class Layer(NamedTuple):
+    """A layer of the model: `model.layers.3.mlp.up_proj` is in the one with stem `model.layers` and number 3."""
+
+    stem: str
+    number: int
+
+
+def in_layer(name: str) -> tuple[Layer | None, str]:
+    """Split `name` into its layer, None outside all layers, and its name there."""
+    match = _LAYER.match(name)
+    if match is None:
+        return None, name
+    return Layer(match["stem"].rstrip("."), int(match["number"])), match["inner"] or ""
 
 
 @dataclass(frozen=True)
@@ -219,3 +236,22 @@ def _fill(ranks: tuple[int, ...]) -> str:
     if len(ranks) == 1:
         return f"rank-{colours[0]}"
     return f"ranks-{'-'.join(map(str, colours))}" if len(ranks) <= STRIPES else "ranks-many"
+
+
+def ranks_text(ranks: Sequence[int], world: int) -> str:
+    """Format rank numbers as `0–3,6`; `all 8` for all of several."""
+    if len(ranks) == world > 1:
+        return f"all {world}"
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]}–{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
+    return ",".join(texts)
+
+
+def of_ranks(ranks: Sequence[int], world: int) -> str:
+    """Format as `rank 3` or `ranks 0–3,6`."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks, world)}"

@@ -1,19 +1,19 @@
 """The report of a proof, for people and for programs: JSON, and the tables, plots and maps that say what its
-comparisons showed. `plots` draws.
+comparisons showed.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from markupsafe import Markup
-
 from fivefold.core.units import many
+from fivefold.report import curves
+from fivefold.report.figures import WIDTH, Box, Figure
 from fivefold.report.findings import Cell, Column, Facts, Findings, Fold, Notes, On, Plot, Row, Section, Table
-from fivefold.report.slices import EXPLAINED, slice_map
+from fivefold.report.slices import EXPLAINED, in_layer, slice_map
 from fivefold.report.table import Report
-from fivefold.verification import plots
 from fivefold.verification.results import CONTROL, WORDS, ComparisonRow, LayoutResult, number
 
 HUGE = 1e308  # an infinite error: JSON has no infinities
@@ -97,22 +97,17 @@ ERRORS = (
 )
 LOGITS = (
     "Over every real token: how far the logits of the reference's k likeliest tokens are off, and at how many "
-    "positions both have the same k likeliest tokens. An error of exactly zero is drawn on the lowest line, labelled "
-    "0."
+    "positions both have the same k likeliest tokens."
 )
 IN_ORDER = (
-    "What each module computes in the forward pass, and the gradient of the loss with respect to that. The first "
-    "point over the dashed line is where a layout goes wrong. Zero is drawn on the lowest line, labelled 0; what is "
-    "not finite on the highest."
+    "What each module computes in the forward pass, and the gradient of the loss with respect to that. The first red "
+    "box is where a layout goes wrong. Hover over a box for its module and its error."
 )
 BY_PARAMETER = (
     "What all ranks computed, added up before anything was reduced (raw); what the layout reduced it to; and that "
-    "after clipping. Zero is drawn on the lowest line, labelled 0; what is not finite on the highest."
+    "after clipping. Hover over a box for its parameter and its error."
 )
-BY_STEP = (
-    "The curves lie on one another where a layout is right; what is between them is below. A difference of exactly "
-    "zero is drawn on the lowest line, labelled 0."
-)
+BY_STEP = "The curves lie on one another where a layout is right; what is between them is beside them."
 
 
 def sections(
@@ -406,27 +401,92 @@ def _worst(rows: Sequence[ComparisonRow]) -> ComparisonRow:
 
 # ---- plots -----------------------------------------------------------------------------------------------------------
 
+LANE, TEXT, AXIS = 42.0, 16.0, 34.0  # pixels: a row of boxes with its name; its name; the axis below all
+DECADES = 6  # powers of ten below the tolerance to the palest colour
+NAMED, LAYERS = 12, 30  # most names, and else layers, on an axis
+LEGEND = (
+    ("band", "no difference"), ("series-0", "allowed; paler: further below the tolerance"),
+    ("wrong", "more than is allowed"),
+)  # fmt: skip
+
 
 def _plots(found: Sequence[LayoutResult], losses: Mapping[str, list[float]]) -> Iterator[Section]:
     """The plots that have data."""
-    errors = {result.layout: _by_k(result, MEAN_ERROR) for result in found}
-    others = {result.layout: _by_k(result, OTHER_TOKENS) for result in found}
-    matches = {name: {k: 100 * (1 - row.error) for k, row in own.items()} for name, own in others.items()}
-    curves = {result.layout: result.losses for result in found}
-    references = {result.layout: losses.get(result.precision, []) for result in found}
-    gradients, modules = (
-        {result.layout: series for result in found if (series := _of_kinds(_by_name(result), kinds))}
-        for kinds in (GRADIENTS, MODULES)
-    )
-    drawn = {
-        "Logits": (LOGITS, plots.accuracy(errors, matches) if any(errors.values()) else ""),
-        "Modules, in order of execution": (IN_ORDER, plots.by_name(modules) if modules else ""),
-        "Gradients, parameter by parameter": (BY_PARAMETER, plots.by_name(gradients) if gradients else ""),
-        "Loss, step by step": (BY_STEP, plots.losses(curves, references) if any(curves.values()) else ""),
+    tops = {"mean error of the top k logits": MEAN_ERROR, "share of positions with other top k tokens": OTHER_TOKENS}
+    logits = {
+        result.layout: {title: rows for title, prefix in tops.items() if (rows := _by_k(result, prefix))}
+        for result in found
     }
-    for title, (says, svg) in drawn.items():
-        if svg:
-            yield Section([Plot(Markup(svg), says)], title, On.PAGE)
+    gradients, modules = (
+        {result.layout: _of_kinds(_by_name(result), kinds) for result in found} for kinds in (GRADIENTS, MODULES)
+    )
+    for title, says, lanes in (
+        ("Logits", LOGITS, logits),
+        ("Modules, in order of execution", IN_ORDER, modules),
+        ("Gradients, parameter by parameter", BY_PARAMETER, gradients),
+    ):
+        if any(lanes.values()):
+            yield Section([Plot(heat(title, lanes), says)], title, On.PAGE)
+    if panels := _loss_panels(found, losses):
+        yield Section([Plot(curves.draw(panels, [], averaged=False), BY_STEP)], "Loss, step by step", On.PAGE)
+
+
+def heat(title: str, lanes: Mapping[str, Named]) -> Figure:
+    """Draw a row of boxes for each layout and kind, a box for each name, whose colour says how near it is to its
+    tolerance."""
+    names = list(dict.fromkeys(name for kinds in lanes.values() for rows in kinds.values() for name in rows))
+    width, boxes, texts, y = WIDTH / len(names), list[Box](), list[tuple[float, str]](), 0.0
+    for layout, kinds in lanes.items():
+        for kind, rows in kinds.items():
+            texts.append((y + TEXT / 2, f"{layout}: {kind}"))
+            boxes += [
+                _box(rows[name], name, at * width, y + TEXT, width) for at, name in enumerate(names) if name in rows
+            ]
+            y += LANE
+    return Figure(title, "", y + AXIS, texts, boxes, LEGEND, _ticks(names, width))
+
+
+def _box(row: ComparisonRow, name: str, x: float, y: float, width: float) -> Box:
+    fill, opacity, error = "band", 1.0, number(row.error)
+    if not row.ok:
+        fill = "wrong"
+    elif row.error and row.tolerance:
+        fill, opacity = "series-0", max(0.1, 1 - math.log10(row.tolerance / row.error) / DECADES)
+    title = f"{name}: {error} of {number(row.tolerance)} allowed"
+    return Box(x, y, width, LANE - TEXT - 4, fill, title, error, round(opacity, 2))
+
+
+def _ticks(names: Sequence[str], width: float) -> list[tuple[float, str]]:
+    """The names if they are few, else the layers, each at its first name."""
+    if len(names) <= NAMED:
+        return [((at + 0.5) * width, name) for at, name in enumerate(names)]
+    firsts: dict[int, float] = {}
+    for at, name in enumerate(names):
+        if layer := in_layer(name)[0]:
+            firsts.setdefault(layer.number, at * width)
+    every = -(-len(firsts) // LAYERS) or 1
+    return [(x, f"layer {number}" if not at else f"{number}") for at, (number, x) in enumerate(firsts.items())][::every]
+
+
+def _loss_panels(found: Sequence[LayoutResult], losses: Mapping[str, list[float]]) -> dict[str, curves.Curves]:
+    """Loss curves with their references, and their distances from these; values that are not finite leave a gap."""
+    whole: dict[str, Sequence[float]] = {result.layout: result.losses for result in found}
+    apart: dict[str, Sequence[float]] = {
+        result.layout: [abs(a - b) for a, b in zip(result.losses, losses.get(result.precision, ()), strict=False)]
+        for result in found
+    }
+    one = {f"one process, {precision}": values for precision, values in losses.items()} if any(whole.values()) else {}
+    drawn: dict[str, dict[str, Sequence[float]]] = {
+        "training loss": {**whole, **one},
+        "absolute difference from one process": apart,
+    }
+    panels = {title: {name: _curve(values) for name, values in lines.items()} for title, lines in drawn.items()}
+    known = {title: {name: curve for name, curve in lines.items() if curve} for title, lines in panels.items()}
+    return {title: lines for title, lines in known.items() if lines}
+
+
+def _curve(values: Sequence[float]) -> curves.Curve:
+    return [curves.Point(step, value) for step, value in enumerate(values, start=1) if math.isfinite(value)]
 
 
 def _of_kinds(named: Named, kinds: Iterable[str]) -> Named:
