@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from fivefold.data import patterns, prepare, windows
+from fivefold.data import prepare, windows
 from fivefold.data.tokenizer import EOS, _byte_tokenizer
 from tests.data import tokenizers_zoo as zoo
 from tests.data.helpers import config_for
@@ -93,7 +93,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "GPT-2": zoo.byte_bpe,
     "Qwen2": zoo.digits,
     "Llama 3": split_by(LLAMA_3),
-    "digits from the right": split_by(r"\d{1,3}(?=(?:\d{3})*(?!\d))|\p{L}+|[^\p{L}\d]+"),
+    "digits from the right": split_by(r"(?=(\d{3})+(?!\d))| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
     "Llama 2": lambda: llama(prepends=True),
     "Gemma": lambda: llama(prepends=False, splits=True),
     "tokens that strip": stripping,
@@ -199,21 +199,6 @@ def test_where_a_pattern_looks_far_the_whole_is_encoded(monkeypatch: pytest.Monk
     assert encoded(tokenizer, text)[1] != ids
 
 
-NEAR = (
-    LLAMA_3, r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}]*[\p{Ll}\p{M}]+(?i:'s|'t)?|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*", r" {2,}",
-    r"\d{1,3}(?=(?:\d{3})*\b)", r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+", r"[^\S\n]+", r"(?:\r?\n)+", r"\W+",
-    r"[一-龥ࠀ-一가-퟿]+", "[abc]{3}", r"\s(?:\w)+",
-)  # fmt: skip
-FAR = (
-    r'"[^"]*"|\w+|\s+', "<.*>", r"/\*[\s\S]*?\*/", r"(?:\s*\w+)+", r"(\w+\s)*", r"[^\n]+", r"\D+", "a.*?b", ".{2,}",
-    r'(?:[^"\\]|\\.)*', "(?s:.)+", "(?:a| )*", "a)", "[z-a]",
-    r"[\t\w]+", r"[\n\w]+", r"[\r\w]+", "[ a-z]+", "[ A-Z]+", r"[ \d]+", r"[ \u0621-\u064a]+", r"[ \u0966-\u096f]+",
-    r"[\sа-я]+", r"[\s一-龥]+", r"[\s가-힣]+", r"[\sぁ-ん]+", r"[\sก-ฮ]+",
-    r"(?:\p{L}|\p{Z})+", r"[[:alpha:]\s]+", r"[\]\sa]+", "[]a ]+", "[^,]{,}", "[^,]*+", "[^,]{2,}?",
-    "(?:(?:a|b| )c?)*", r"((\w|\s))+", "(?>a| )+", r"(?<name>\w|\s)+", r"(?:\d(?= )|\s)+",
-)  # fmt: skip
-
-
 GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CASED = (  # of o200k and those after it: `A` and `a` stand for sets of letters
     r"[^\r\n\p{L}\p{N}]?[A]*[a]+END|[^\r\n\p{L}\p{N}]?[A]+[a]*END|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
@@ -271,43 +256,18 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "SuperBPE": (r"(?=(\d{3})+(?!\d))| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",),
     "Poro": (r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))", r" ?[^(\s|[.,!?…。，、।۔،])]+"),
 }  # fmt: skip
-# What ends at a mark that may also begin a match, or is cut by number: from the beginning alone.
+# What ends at a mark that may also begin a match, is cut by number, or goes from words to marks and back; and what is
+# unknown.
 NOT_KNOWN = (
-    r'"[^"]{0,4000}"|\w+|\s+|[^\w\s"]+|"', r'"[^"\s]*"|\p{L}|[^\p{L}"]|"', r"<\S*?>|\w+|\s+|[^\w\s<]+|<", r"<\w+>",
-    r'"(?<any>[^"])\g<any>*"|\w+|\s+|[^\w\s"]+|"', r'"\w*"', r"\[\w{1,9}\]", r"\w-\w", r"\p{L}+-\p{L}+", r"\w+-?\w*",
-    r"\d+(?:\.\d+)?", r"[ -]\S+", r"#\S*", r"=[^\w\s=]*=", r"[\w.]{2}", r"\S{1,9}", r"\S+?", r"(?:\w-?)+",
-    r"\w-|-\w", r"-\w+|\w+-?", r"-\w+|\S+", r"\w+(?:'n')?", r"\w+(?=[^;]*;)", r"(?=\w+ +\w+)\w", r"(\w)\1", r"\Gab",
-    r"a\Kb", r"(?~ab)", r"(?x: a)", "(?#a)", r"a(?i)b", r"\w+{}", "a{", r"\X", r"\h+", "[a--z]", "(?=a)*", "^*", "*",
-    "(a", "[a", r"[\h]", "(?(1)a|b)", r"\b\W+", r"\W+(?=-)", r"(?<=a)[-a]+", r"\w+\W*\b",
-    r"\p{L}+(?:-a|-1)?", r" ?=[^\w\s=]*=", r'"\W*', r"\W+\W", r"\w+-", r"\s-\s", r"\s-?\w*", r"\w+[\s.]{0,2}",
-    r"[^,\w]+[ ,]?", r"\p{L}+'s", r"\p{L}+(?:'s|'t)", r"\p{L}+(?:'\w+)?", r"\p{L}+(?:'s)*", r"(?: -)?\w+",
-    r"(?:\W+)?\w+",
+    r'"[^"]*"|\w+|\s+', "<.*>", r"\w-|-\w", r"(\w)\1", "(a", r"\s+|", "", rf"{GPT_2}|{PUBLISHED['BLOOM'][0]}",
+    rf"{PUBLISHED['DeepSeek V2'][3]}|{PUBLISHED['DeepSeek V3'][2]}",
 )  # fmt: skip
-
-
-NEAR_TOO = (
-    r"\s*\w+",
-    r"-?\w+",
-    r"\w+-*",
-    r"[^\s\w]?\p{L}\p{M}*",
-    r"[\u3000\u00a0]+\w+",
-    r"\x{2e}?\w+",
-    r" {0,1}[^\s.,]+",
-    r"\_\w",
-    r"(?: ?\w+|-)|\.",
-)
-
-
-@pytest.mark.parametrize("pattern", NEAR_TOO)
-def test_each_form_of_near_patterns_is_known(pattern: str) -> None:
-    assert not patterns._is_far(pattern)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_patterns_are_near(name: str) -> None:
     for pattern in PUBLISHED[name]:
-        assert not patterns._is_far(pattern), pattern
-        assert not patterns._is_far(f"({pattern})") and not patterns._is_far(f"(?i){pattern}")
+        assert not looks_far(None, pre_tokenizers.Split(Regex(pattern), "isolated")), pattern
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -329,12 +289,7 @@ def test_the_tokens_of_published_patterns_are_those_of_the_whole_text(
 
 @pytest.mark.parametrize("pattern", NOT_KNOWN)
 def test_what_is_not_known_to_be_near_is_far(pattern: str) -> None:
-    assert patterns._is_far(pattern) and patterns._is_far(rf"\s+|{pattern}") and patterns._is_far(rf"(?:{pattern})")
-
-
-@pytest.mark.parametrize("pattern", NEAR + FAR)
-def test_how_far_a_pattern_looks_is_read_from_it(pattern: str) -> None:
-    assert patterns._is_far(pattern) == (pattern in FAR)
+    assert not windows._NEAR.fullmatch(pattern) and not windows._NEAR.fullmatch(rf"\s+|{pattern}")
 
 
 def looks_far(normalizer: Any, pre_tokenizer: Any) -> bool:
@@ -343,11 +298,11 @@ def looks_far(normalizer: Any, pre_tokenizer: Any) -> bool:
         made.normalizer = normalizer
     if pre_tokenizer:
         made.pre_tokenizer = pre_tokenizer
-    return patterns.looks_far(made)
+    return windows.looks_far(made)
 
 
 def test_all_patterns_of_a_tokenizer_are_read() -> None:
-    near, far = pre_tokenizers.Split(Regex(r"\w+"), "isolated"), pre_tokenizers.Split(Regex("<.*>"), "isolated")
+    near, far = pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"), pre_tokenizers.Split(Regex("<.*>"), "isolated")
     replace, both = normalizers.Replace(Regex('"[^"]*"'), "Q"), pre_tokenizers.Sequence
     assert looks_far(replace, None) and looks_far(replace, near) and looks_far(None, far)
     assert looks_far(normalizers.Sequence([normalizers.NFC(), replace]), None)

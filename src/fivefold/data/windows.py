@@ -12,12 +12,14 @@ The joined tokens are those of the whole text, because each part of a tokenizer 
 - Other models encode word by word. Their windows are joined between two words.
 - Normalizers, added tokens and the patterns that split words read from left to right, and look no further than the end
   of a run of like characters. Windows that share only a part of such a run disagree, or split it in the same way. A
-  pattern may look further, `"[^"]*"` to a quote anywhere: `patterns.looks_far` unless it is known not to.
+  pattern may look further, `"[^"]*"` to a quote anywhere: only those of `_NEAR` are known not to.
 
-Windows that disagree are encoded as one, up to the whole text for a tokenizer that decides globally. With a pattern
-that looks far no text is split.
+Windows that disagree are encoded as one, up to the whole text for a tokenizer that decides globally. With another
+pattern no text is split.
 """
 
+import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,8 +28,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from fivefold.data.patterns import looks_far
 
 _STEP = 2**16  # characters from the beginning of a window to that of the next
 _SHARED = 2**11  # overlapping characters of adjacent windows
@@ -129,3 +129,67 @@ def _cut(before: NDArray[np.uint32], following: _Window, *, by_word: bool) -> in
     word = following.shared.token_to_word
     cuts = range(max(1, len(shared) // 2), kept)
     return next((at for at in cuts if not by_word or word(at) != word(at - 1)), 0)
+
+
+# ---- regular expressions of tokenizers -------------------------------------------------------------------------------
+
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_ENDS = (
+    "",
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])?",
+)
+_CASED = tuple(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{upper}{lower}{end}"
+    for upper, lower in ((f"{_UPPER}*", f"{_LOWER}+"), (f"{_UPPER}+", f"{_LOWER}*"))
+    for end in _ENDS
+)
+# The alternatives that published tokenizers split words by. Each matches characters of one kind (spaces, those of
+# words, or marks), or some of one kind behind a mark or spaces, so that two readings that begin apart soon end a match
+# at the same place. No two of them go from words to another kind and back.
+_ALTERNATIVES = (
+    *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "(?i:'s|'t)", "'(?i:[sdmt]|ll|ve|re)"),
+    *(end.removesuffix("?") for end in _ENDS[1:]),
+    *(r" ?\p{L}+", r"\s?\p{L}+", r"[\p{L}]+", r"[^\r\n\p{L}\p{N}]?\p{L}+", r"[^\r\n\p{L}\p{N}]?+\p{L}++"),
+    *(r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"),
+    *(r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+", r"[\p{Han}]+", *_CASED),
+    *(way.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]") for way in _CASED),
+    r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅḀ-ἕℂℇℊ-ℓＡ-Ｚａ-ｚ𐐀-𐑏𞤀-𞥃]+",
+    *(r"\p{N}", r"[\p{N}]", r"\p{N}{1,3}", r"\p{N}{1,3}+", r"\p{N}+", r" ?\p{N}+", "[0-9][0-9][0-9]"),
+    *(r"(?=(\d{3})+(?!\d))", r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))"),
+    *(r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]++[\r\n]*+", r"\s?\p{P}+"),
+    *(r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r" ?[\p{P}\p{S}]+[\r\n]*"),
+    *(r"[^\s\p{L}\p{N}]+", r"[\p{P}\$\+<=>\^~\|`]+"),
+    *(r"\s+(?!\S)", r"\s+", r"\s", r"\s+$", r"\s++$", r"\s*[\r\n]+", r"\s*[\r\n]", r"[\r\n]", " {2,}"),
+)
+# The same for those with marks between words in one set, which stand by themselves.
+_SETS = (
+    *("[一-龥ࠀ-一가-\ud7ff]+", "[一-龥\u3040-ゟ゠-ヿ]+", "[가-힣ㄱ-ㆎ]+", "[ㄅ-ㄯ]+"),
+    *("[！…“”‘’—：；，、-〿︰-﹏]+", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r" ?[^(\s|[.,!?…。，、।۔،])]+"),
+)
+
+
+def _some_of(alternatives: Sequence[str]) -> str:
+    one = "|".join(map(re.escape, alternatives))
+    return rf"(?:{one})(?:\|(?:{one}))*"
+
+
+_NEAR = re.compile(rf"{_some_of(_ALTERNATIVES)}|{_some_of(_SETS)}")
+
+
+def looks_far(tokenizer: Any) -> bool:
+    """True unless all patterns in the normalizer and the pre-tokenizer of a `Tokenizer` are known to be near."""
+    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
+    return not all(_is_near(json.loads(part.__getstate__())) for part in parts if part)
+
+
+def _is_near(tree: Any) -> bool:
+    if isinstance(tree, list):
+        return all(map(_is_near, tree))
+    if not isinstance(tree, dict):
+        return True
+    pattern = tree.get("Regex")
+    is_known = not isinstance(pattern, str) or _NEAR.fullmatch(pattern) is not None
+    # `FixedLength` counts from the beginning.
+    return is_known and tree.get("type") != "FixedLength" and all(map(_is_near, tree.values()))
