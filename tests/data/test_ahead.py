@@ -24,7 +24,7 @@ from fivefold.data.ahead import Ahead, parse_shard, prepare_ahead
 from fivefold.data.tokenizer import _loaded
 from fivefold.data.units import Units, shares
 from tests.data.helpers import config_for, random_texts, write_jsonl
-from tests.data.test_token_files import ids_of, megatron, save_to_disk
+from tests.data.test_token_files import ids_of, megatron
 
 UNIT = 1009  # bytes
 
@@ -143,23 +143,19 @@ def test_what_is_done_is_kept_and_what_is_missing_is_made(tmp_path: Path) -> Non
 
 
 def test_files_beside_the_tokens_must_not_change_either(tmp_path: Path) -> None:
-    """Folders, and tokens with an index: the time of the folder, or of the tokens, does not tell."""
+    """Tokens with an index: the time of the tokens does not tell."""
     lines = write_jsonl(tmp_path / "a.jsonl", random_texts(3, 97))
     tokens = megatron(tmp_path / "corpus", ids_of(["ab", "cd"]))
-    folder = save_to_disk(tmp_path / "saved", {"text": ["ab", "cd"]}, files=1)
     joined = megatron(tmp_path / "joined", ids_of(["ab", "cd"]), bounds=[0, 2]).with_suffix(".idx").read_bytes()
-    (table,) = folder.glob("*.arrow")
-    changes = {tokens: (tokens.with_suffix(".idx"), joined), folder: (table, table.read_bytes().replace(b"ab", b"ba"))}
-    for number, (path, (changed, contents)) in enumerate(changes.items()):
-        config, cache = config_for([{"path": str(path)}, {"path": str(lines)}]), tmp_path / f"cache {number}"
-        for share in range(8):  # until the tokens are a unit
-            prepared(config, cache, shard=(share, 9))
-        changed.write_bytes(contents)
-        with pytest.raises(UserError, match="changed since"):
-            prepared(config, cache, shard=(8, 9))
-        prepare(config, cache=cache)  # reads what is there now
-        prepare(config, cache=tmp_path / f"alone {number}")
-        assert_same(tmp_path / f"alone {number}", cache)
+    config, cache = config_for([{"path": str(tokens)}, {"path": str(lines)}]), tmp_path / "cache"
+    for share in range(8):  # until the tokens are a unit
+        prepared(config, cache, shard=(share, 9))
+    tokens.with_suffix(".idx").write_bytes(joined)
+    with pytest.raises(UserError, match="changed since"):
+        prepared(config, cache, shard=(8, 9))
+    prepare(config, cache=cache)  # reads what is there now
+    prepare(config, cache=tmp_path / "alone")
+    assert_same(tmp_path / "alone", cache)
 
 
 def test_damaged_units_are_made_again(tmp_path: Path) -> None:

@@ -165,10 +165,9 @@ def packed(strategy: str, *, labelled: bool) -> Any:
 
 
 def saved(packed: Any, folder: Path) -> Iterator[Path]:
-    packed.save_to_disk(str(folder / "arrow"))
     packed.to_parquet(str(folder / "rows.parquet"))
     packed.to_json(str(folder / "rows.jsonl"))
-    yield from (folder / name for name in ("arrow", "rows.parquet", "rows.jsonl"))
+    yield from (folder / name for name in ("rows.parquet", "rows.jsonl"))
 
 
 def of_trl(packed: Any) -> list[tuple[list[int], list[int]]]:

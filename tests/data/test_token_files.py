@@ -191,34 +191,21 @@ def test_datatrove_files_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     assert "3 tokens, and 2 of its .loss" in said(loss=[1, 1])
 
 
-def save_to_disk(folder: Path, columns: dict[str, list[Any]], files: int = 2) -> Path:
-    """Write a folder as `datasets.save_to_disk` does."""
-    pa = pytest.importorskip("pyarrow")
-    folder.mkdir(exist_ok=True)
-    table, names = pa.table(columns), [f"data-{number:05d}-of-{files:05d}.arrow" for number in range(files)]
-    size = -(-len(table) // files)
-    for number, name in enumerate(names):
-        part = table.slice(number * size, size)
-        with pa.ipc.new_stream(str(folder / name), table.schema) as out:
-            out.write_table(part, max_chunksize=3)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
-    (folder / "dataset_info.json").write_text("{}")
-    return folder
+def table(path: Path, columns: dict[str, list[Any]]) -> Path:
+    pytest.importorskip("pyarrow.parquet").write_table(pytest.importorskip("pyarrow").table(columns), path)
+    return path
 
 
-def test_a_datasets_folder_has_the_documents_of_the_texts(tmp_path: Path) -> None:
+def test_a_table_of_ids_has_the_documents_of_the_texts(tmp_path: Path) -> None:
     expected = documents(prepare_texts(tmp_path, TEXTS, packing=False))
     for eos in (True, False):
         ids = ids_of(TEXTS, eos)
-        folder = save_to_disk(tmp_path / f"saved{eos}", {"input_ids": ids, "text": TEXTS})
-        data = read(tmp_path, folder)
+        data = read(tmp_path, table(tmp_path / f"ids{eos}.parquet", {"input_ids": ids, "note": TEXTS}))
         assert documents(data) == expected
-        assert any("'input_ids' read; left out: 'text'" in line for line in data.counts.lines())
+        assert any("'input_ids' read; left out: 'note'" in line for line in data.counts.lines())
         mask = [[0, *[1] * len(row), 0, 0] for row in ids]
         padded = {"input_ids": [[9, *row, 8, 8] for row in ids], "attention_mask": mask}
-        assert documents(read(tmp_path, save_to_disk(tmp_path / f"padded{eos}", padded))) == expected
-    texts = save_to_disk(tmp_path / "texts", {"text": TEXTS})
-    assert documents(read(tmp_path, texts)) == expected
+        assert documents(read(tmp_path, table(tmp_path / f"padded{eos}.parquet", padded))) == expected
 
 
 ROWS = {"input_ids": [[1, 2, 3, 4], [5, 6, 7]], "labels": [[-100, -100, 3, 4], [-100, 6, -100]]}
@@ -226,11 +213,11 @@ TRAINED = [([1, 2, 3, 4], [3, 4]), ([5, 6, 7], [6])]
 
 
 def test_labels_say_what_is_trained(tmp_path: Path) -> None:
-    data = read(tmp_path, save_to_disk(tmp_path / "saved", ROWS))
+    data = read(tmp_path, table(tmp_path / "saved.parquet", ROWS))
     assert documents(data) == TRAINED and "2 rows with labels: no EOS added" in line_of(data)
     masks = {"input_ids": ROWS["input_ids"], "completion_mask": [[0, 0, 1, 1], [0, 1, 0]]}
-    assert documents(read(tmp_path, save_to_disk(tmp_path / "masks", masks))) == TRAINED
-    all_of_it = save_to_disk(tmp_path / "all", {"input_ids": ROWS["input_ids"], "labels": ROWS["input_ids"]})
+    assert documents(read(tmp_path, table(tmp_path / "masks.parquet", masks))) == TRAINED
+    all_of_it = table(tmp_path / "all.parquet", {"input_ids": ROWS["input_ids"], "labels": ROWS["input_ids"]})
     data = read(tmp_path, all_of_it)
     assert documents(data) == [([1, 2, 3, 4], [2, 3, 4]), ([5, 6, 7], [6, 7])]
     assert data.counts.train.examples == 0  # texts, which may be cut over rows
@@ -241,9 +228,7 @@ def test_ids_in_other_records_are_read_where_there_is_no_text(tmp_path: Path) ->
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert documents(read(tmp_path, path)) == TRAINED
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pytest.importorskip("pyarrow").table(ROWS), tmp_path / "rows.parquet")
-    assert documents(read(tmp_path, tmp_path / "rows.parquet")) == TRAINED
+    assert documents(read(tmp_path, table(tmp_path / "rows.parquet", ROWS))) == TRAINED
     path.write_text("".join(json.dumps({**record, "text": "ab"}) + "\n" for record in records))
     assert documents(read(tmp_path, path)) == [([97, 98, EOS], [98, EOS])] * 2
     assert documents(read(tmp_path, [{"path": str(path), "text_key": "input_ids"}])) == TRAINED
@@ -251,7 +236,7 @@ def test_ids_in_other_records_are_read_where_there_is_no_text(tmp_path: Path) ->
 
 def test_rows_of_one_length_are_parts_of_a_stream(tmp_path: Path) -> None:
     rows = [[1, 2, EOS, 3], [4, 5, 6, 7], [8, EOS, 9, 10], [11, 12]]
-    data = read(tmp_path, save_to_disk(tmp_path / "saved", {"input_ids": rows}))
+    data = read(tmp_path, table(tmp_path / "saved.parquet", {"input_ids": rows}))
     assert [tokens for tokens, _ in documents(data)] == rows
     assert "4 rows of one length, as cut from a stream: no EOS added" in line_of(data)
 
@@ -281,62 +266,19 @@ def test_an_index_that_names_tokens_twice_is_refused(tmp_path: Path) -> None:
     assert "its .idx names tokens twice" in refusal(tmp_path, path).what
 
 
-@pytest.mark.parametrize("name", ["../a", "..", "/etc/passwd", "a" * 5000, "a\0", "a\udc80", ""])
-def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, name: str) -> None:
-    saved = tmp_path / "saved"
-    saved.mkdir()
-    (saved / "dataset_info.json").write_text("{}")
-    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    assert "state.json names" in refusal(tmp_path, saved).what
-    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}] * 2}))
-    assert "state.json names a file twice" in refusal(tmp_path, saved).what
-
-
-def test_arrow_files_of_places_beyond_their_end_are_refused(tmp_path: Path) -> None:
-    """Read unchecked, they end the process by a signal."""
-    arrow = pytest.importorskip("pyarrow")
-    offsets = arrow.py_buffer(np.array([0, 2**30, 4], "<i4").tobytes())
-    ids = arrow.Array.from_buffers(
-        arrow.list_(arrow.int32()), 2, [None, offsets], children=[arrow.array([97] * 4, arrow.int32())]
-    )
-    texts = arrow.Array.from_buffers(arrow.string(), 2, [None, offsets, arrow.py_buffer(b"abcd")])
-    folder = save_to_disk(tmp_path / "saved", ROWS, files=1)
-    (path,) = folder.glob("*.arrow")
-
-    def said(name: str, column: Any, **options: Any) -> str:
-        batch = arrow.record_batch([column], names=[name])
-        settings = arrow.ipc.IpcWriteOptions(**options)
-        with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_stream(file, batch.schema, options=settings) as out:
-            out.write_batch(batch)
-        huge = [struct.pack("<q", size) for size in (4 * 9973, 2**50)]  # bytes that a compressed column claims to have
-        path.write_bytes(path.read_bytes().replace(*huge))
-        return refusal(tmp_path, folder).what
-
-    assert f"{path}: not readable as Arrow" in said("input_ids", ids)
-    assert f"{path}: not readable as Arrow" in said("text", texts)
-    packed = arrow.array([[97] * 9973], arrow.list_(arrow.int32()))
-    assert f"{path}: not readable as Arrow: malloc" in said("input_ids", packed, compression="zstd")
-
-
-def test_datasets_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
-    folder = save_to_disk(tmp_path / "saved", ROWS, files=1)
-    (arrow,) = folder.glob("*.arrow")
-    whole_file = arrow.read_bytes()
-    arrow.write_bytes(whole_file[: len(whole_file) // 2])
-    assert f"{arrow}: not readable as Arrow" in refusal(tmp_path, folder).what
-    arrow.unlink()
-    assert f"{arrow.name}, which state.json names, is not there" in refusal(tmp_path, folder).what
-    (folder / "state.json").write_text('{"_data_files": [{"filename": "../x.arrow"}]}')
-    assert "names no files of this folder" in refusal(tmp_path, folder).what
-    (folder / "state.json").write_text('{"_indices_files": [{"filename": "i.arrow"}]}')
-    assert "an index selects" in refusal(tmp_path, folder).what
-    splits = tmp_path / "splits"
-    splits.mkdir()
-    save_to_disk(splits / "train", ROWS)
-    (splits / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    assert "holds the splits train, test" in refusal(tmp_path, splits).what
-    (splits / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    assert documents(read(tmp_path, splits)) == TRAINED
+def test_folders_of_datasets_are_refused_and_converted_elsewhere(tmp_path: Path, subtests: Subtests) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    folder = tmp_path / "saved" / "train"
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict(ROWS)}).save_to_disk(str(folder.parent))
+    for path in (folder, folder.parent, *folder.glob("*.arrow")):
+        with subtests.test(path.name):
+            error = refusal(tmp_path, path)
+            assert error.what.endswith(".arrow: folders of `datasets` (save_to_disk) are not read")
+            assert "datasets.load_from_disk(FOLDER).to_parquet" in str(error.fix)
+    assert "folders of `datasets`" in refusal(tmp_path, [{"path": str(folder), "format": "datasets"}]).what
+    datasets.load_from_disk(str(folder)).to_parquet(str(tmp_path / "train.parquet"))
+    assert documents(read(tmp_path, tmp_path / "train.parquet")) == TRAINED
 
 
 def test_shards_of_mosaicml_are_refused_and_converted_elsewhere(tmp_path: Path, subtests: Subtests) -> None:
@@ -345,11 +287,11 @@ def test_shards_of_mosaicml_are_refused_and_converted_elsewhere(tmp_path: Path, 
     (folder / "index.json").write_text('{"version": 2, "shards": []}')
     shard = folder / "shard.00000.mds.zstd"
     shard.write_bytes(b"\0")
-    for path in (folder, folder / "index.json", shard, folder / "*"):
+    for path in (folder, shard, folder / "*"):
         with subtests.test(path.name):
             error = refusal(tmp_path, path)
             assert error.what == f"data.train: {shard}: shards of MosaicML's streaming (MDS) are not read"
-            assert "to Parquet" in str(error.fix) and error.more == "docs/howto/data.md, 'Convert shards of MosaicML'"
+            assert "to Parquet" in str(error.fix) and error.more == "docs/howto/data.md, 'Convert Arrow files and MDS'"
     named = refusal(tmp_path, [{"path": str(folder), "format": "mds"}])
     assert named.what.startswith("data.train.format: mds: shards of MosaicML's streaming (MDS)")
     tokens = tmp_path / "train.jsonl"

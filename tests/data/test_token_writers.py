@@ -37,13 +37,3 @@ def test_datatroves_file(tmp_path: Path, expected: object, width: int) -> None:
         file.write(ids, None)
     file.close()
     assert documents(read(tmp_path, tmp_path / "out")) == expected
-
-
-def test_a_folder_of_datasets(tmp_path: Path, expected: object) -> None:
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
-    datasets.Dataset.from_dict({"input_ids": IDS, "text": TEXTS}).save_to_disk(str(tmp_path / "saved"), num_shards=3)
-    assert documents(read(tmp_path, tmp_path / "saved")) == expected
-    rows = {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, 2, 3], [-100, 5]]}
-    datasets.Dataset.from_dict(rows).shuffle(seed=1).save_to_disk(str(tmp_path / "labelled"))
-    assert sorted(documents(read(tmp_path, tmp_path / "labelled"))) == [([1, 2, 3], [2, 3]), ([4, 5], [5])]

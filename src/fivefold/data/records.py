@@ -102,7 +102,6 @@ class Records(Format):
     """A format whose documents come from a field of records: the source's `text_key`."""
 
     noun: str = "key"  # the word for a field in messages
-    tokens_first: bool = False  # token ids are read where a record has a text too
 
     def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
         """Every record of a file, at least one, preceded by its place for messages."""
@@ -131,10 +130,6 @@ class Records(Format):
     def documents_of(self, part: Part, path: Path, source: Source) -> Iterator[Document]:
         return self._as_rows(self._documents(self.records_of(part, path, source), source), path, source)
 
-    def keys_of(self, names: Collection[str], source: Source) -> "Parts | None":
-        """The keys that make the document of records with these `names`; None for texts and unknown records."""
-        return parts_of(names, _ids_first(names, source) if self.tokens_first else source)
-
     def _known(
         self, record: Mapping[str, object], source: Source, known: dict[tuple[str, ...], "Parts | None"]
     ) -> "Parts | None":
@@ -142,7 +137,7 @@ class Records(Format):
         names = tuple(record)
         if names in known:
             return known[names]
-        parts = self.keys_of(names, source)
+        parts = parts_of(names, source)
         if len(known) < MOST_FORMS:
             known[names], source.read[names] = parts, parts.keys if parts else (source.text_key,)
         return parts
@@ -255,12 +250,6 @@ def parts_of(names: Collection[str], source: Source) -> Parts | None:
         verdict=found["verdict"][0] if form.answers == _PAIR and found["verdict"] else None,
         media=found["media"],
     )
-
-
-def _ids_first(names: Collection[str], source: Source) -> Source:
-    """The source with its `text_key` at a column of token ids, if there is one and nothing else is asked for."""
-    is_read = _IDS[0] in names and source.text_key == Source.text_key
-    return replace(source, text_key=_IDS[0]) if is_read else source
 
 
 def _parts_of_ids(names: Collection[str], key: str, source: Source) -> Parts:

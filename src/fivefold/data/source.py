@@ -21,11 +21,23 @@ from fivefold.data.examples import Document, TrainOn
 HUB = "hub:"  # prefix of an address of the Hugging Face hub
 # Values of `format` that describe records instead of their file format.
 RECORD_KINDS = ("chat", "completion", "preference", "alpaca", "sharegpt")
+# Formats that other packages convert -> the suffix of their files, their name, and how.
+_CONVERTED = {
+    "datasets": (
+        ".arrow",
+        "folders of `datasets` (save_to_disk)",
+        "write it to Parquet once: datasets.load_from_disk(FOLDER).to_parquet('train.parquet')",
+    ),
+    "mds": (
+        ".mds",
+        "shards of MosaicML's streaming (MDS)",
+        "write the samples to Parquet once, by the packages datasets and streaming",
+    ),
+}
 _INDEX = re.compile(r"\[(\d+)\]")
 MORE = (
     "formats: txt, md, jsonl, json, csv, tsv (also .gz, .bz2, .xz, .zst), parquet, python-stdlib, a token store, "
-    "folders or globs of them, and hub:org/name; tokens of Megatron (.bin with .idx), datatrove (.ds) and "
-    "datasets.save_to_disk"
+    "folders or globs of them, and hub:org/name; tokens of Megatron (.bin with .idx) and datatrove (.ds)"
 )
 # Files next to texts that are no texts: the card and the notes of a dataset.
 _BESIDE = ("readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
@@ -175,14 +187,6 @@ class FileList:
         return str(self.files[0][0]) if self.source.path.startswith(HUB) else self.source.path
 
 
-def file_in(folder: Path, name: str) -> Path | None:
-    """The file `name` of a folder; None if it is not there, or if the name leads out of the folder."""
-    try:
-        return folder / name if Path(name).name == name and (folder / name).is_file() else None
-    except (OSError, ValueError):  # no file can have such a name
-        return None
-
-
 def resolve(source: Source, formats: Sequence[Format], root: Path) -> FileList:
     """The files that `source` names. Raises `UserError` for missing files, and files that no format reads."""
     path = expanded(source.path)
@@ -208,8 +212,8 @@ def resolve(source: Source, formats: Sequence[Format], root: Path) -> FileList:
 def _named_format(source: Source, formats: Sequence[Format]) -> Format:
     if named := next((form for form in formats if form.name == source.format), None):
         return named
-    if source.format == "mds":
-        raise _of_streaming(f"{source.label}.format: mds")
+    if source.format in _CONVERTED:
+        raise _to_convert(f"{source.label}.format: {source.format}", source.format)
     names = ", ".join([*RECORD_KINDS, *(form.name for form in formats)])
     raise UserError(
         f"{source.label}.format: there is no format {source.format!r}", fix=f"one of auto, {names}", more=MORE
@@ -263,7 +267,9 @@ def _pick(
 ) -> FileList:
     """Pick a format for each file; the first of `formats` if it `is_named`. Other files of a folder are left out and
     counted."""
-    _check_shards(source, paths)
+    for path in paths:
+        if kind := next((kind for kind, (suffix, *_) in _CONVERTED.items() if suffix in path.suffixes), None):
+            raise _to_convert(source.at(path), kind)
     picked: list[tuple[Path, Format]] = []
     left_out: list[Path] = []
     companions = tuple(ending for form in formats for ending in form.companions)
@@ -296,19 +302,10 @@ def _pick(
     return FileList(source, tuple(picked), tuple(left_out))
 
 
-def _check_shards(source: Source, paths: Sequence[Path]) -> None:
-    """Raise `UserError` for shards of MosaicML's streaming: `*.mds`, raw or compressed, beside an `index.json`."""
-    of_indices = (shard for path in paths if path.name == "index.json" for shard in path.parent.glob("*.mds*"))
-    if shard := next((path for path in (*paths, *of_indices) if ".mds" in path.suffixes), None):
-        raise _of_streaming(source.at(shard))
-
-
-def _of_streaming(what: str) -> UserError:
-    return UserError(
-        f"{what}: shards of MosaicML's streaming (MDS) are not read",
-        fix="write the samples to Parquet once, by the packages datasets and streaming",
-        more="docs/howto/data.md, 'Convert shards of MosaicML'",
-    )
+def _to_convert(what: str, kind: str) -> UserError:
+    """The error for files of a `kind` of `_CONVERTED`."""
+    _, name, fix = _CONVERTED[kind]
+    return UserError(f"{what}: {name} are not read", fix=fix, more="docs/howto/data.md, 'Convert Arrow files and MDS'")
 
 
 def _unknown(source: Source, path: Path, formats: Sequence[Format]) -> UserError:
