@@ -20,6 +20,7 @@ document.
 import argparse
 import csv
 import gzip
+import io
 import json
 import multiprocessing
 import os
@@ -86,7 +87,8 @@ def write(path: Path, texts: Iterator[str]) -> None:
 
 
 def zstd_open(path: Path, mode: str, **options: Any) -> Any:
-    return import_module("zstandard").open(path, mode, **options)
+    stream = import_module("pyarrow").output_stream(str(path), compression="zstd")
+    return io.TextIOWrapper(stream, **options)
 
 
 def write_parquet(path: Path, texts: Iterator[str]) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,9 +21,22 @@ from tests.data.test_formats import read, refusal
 
 TEXTS = ["one", 'two, "quoted"\nand a second line', "é \U0001f600\tx", "four"]
 EXPECTED = [text.encode() for text in TEXTS]
+
+
+def zstd(content: bytes) -> bytes:
+    pa = pytest.importorskip("pyarrow")
+    out = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(out, "zstd") as stream:
+        stream.write(content)
+    return bytes(out.getvalue())
+
+
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
-}  # fmt: skip
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstd,
+}
 
 
 def csv_of(path: Path, texts: list[str], *, delimiter: str = ",", key: str = "text", **others: str) -> bytes:
@@ -60,9 +72,9 @@ def test_the_documents_are_the_texts_plain_and_compressed(subtests: pytest.Subte
                 compressed = place / f"texts.{kind}{suffix}"
                 compressed.write_bytes(compress(content))
                 assert read(place, compressed) == expected
-            two = place / f"members.{kind}.gz"  # as `cat a.gz b.gz` makes them
-            two.write_bytes(gzip.compress(content[:7]) + gzip.compress(content[7:]))
-            assert read(place, two) == expected
+                two = place / f"members.{kind}{suffix}"  # as `cat a.gz b.gz` makes them
+                two.write_bytes(compress(content[:7]) + compress(content[7:]))
+                assert read(place, two) == expected
 
 
 def test_one_json_object_is_one_document_and_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
@@ -112,6 +124,8 @@ BAD: dict[str, tuple[bytes, str, str]] = {
     "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 999)[:-11], ": the gz file is cut short", "copy the file"),
     "cut.txt.bz2": (bz2.compress(b"a" * 999)[:-5], ": the bz2 file is cut short", "copy the file"),
     "cut.txt.xz": (lzma.compress(b"a" * 999)[:-5], ": the xz file is cut short", "copy the file"),
+    "cut.txt.zst": (zstd(b"a" * 999)[:-5], ": the zst file is cut short", "copy the file"),
+    "no.txt.zst": (b"not compressed at all", ": not readable as zst: ", "copy the file"),
     "no.txt.gz": (b"not compressed at all", ": not readable as gz: Not a gzipped file", "copy the file"),
     "no.json.xz": (b"not compressed at all", ": not readable as xz: ", "copy the file"),
     "damaged.txt.gz": (gzip.compress(b"abc" * 99)[:-8] + bytes(8), ": not readable as gz: CRC check failed", "copy"),
@@ -183,34 +197,11 @@ def test_a_line_and_a_json_file_have_a_limit(tmp_path: Path, monkeypatch: pytest
         assert what in refusal(tmp_path, path).what
 
 
-def test_zst_is_read_by_zstandard_or_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.jsonl.zst"
-    path.write_bytes(b'<{"text": "one"}\n{"te><xt": "two"}\n>')
-    for module in ("zstandard", "compression.zstd"):
-        monkeypatch.setitem(sys.modules, module, None)
-    error = refusal(tmp_path, path)
-    assert "reading .zst needs the package zstandard" in error.what and error.fix == "pip install zstandard"
-
-    monkeypatch.setitem(sys.modules, "zstandard", SimpleNamespace(ZstdDecompressor=Zstandard, ZstdError=ValueError))
-    assert read(tmp_path, path) == [b"one", b"two"]
-    path.write_bytes(path.read_bytes()[:-3])
-    assert "the zst file is cut short" in refusal(tmp_path, path).what
-
-
-class Zstandard:
-    """In the place of the package: a frame is what stands between < and >."""
-
-    def decompressobj(self) -> "Frame":
-        return Frame()
-
-
-class Frame:
-    eof, unused_data = False, b""
-
-    def decompress(self, chunk: bytes) -> bytes:
-        content, end, self.unused_data = chunk.partition(b">")
-        self.eof = bool(end)
-        return content.removeprefix(b"<")
+def test_zst_needs_pyarrow_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl.zst").write_bytes(zstd(b'{"text": "one"}\n'))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    error = refusal(tmp_path, tmp_path / "a.jsonl.zst")
+    assert "reading .zst needs pyarrow" in error.what and error.fix == "pip install 'fivefold[parquet]'"
 
 
 def test_the_sample_of_a_trained_tokenizer_is_of_the_expanded_text(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ a whole and has a limit of its own.
 
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from fivefold.core.errors import UserError
 from fivefold.core.folder_config import is_gguf
@@ -19,18 +19,13 @@ MOST_BYTES = 2**28  # most bytes in memory at once: a line, a record or a .json 
 _MOST_TIMES = 200  # growth limit of a compressed file ...
 _ALWAYS_BYTES = 2**26  # ... but this size is always allowed
 _BUFFER = 2**18  # bytes expanded together
-_MODULES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "compression.zstd", ".zstd": "compression.zstd"}
+_MODULES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "pyarrow", ".zstd": "pyarrow"}
 
 
-def _expanded(path: Path) -> IO[bytes]:
-    """The stream of the standard library; it supports .zst only from Python 3.14 on, else zstandard reads it."""
-    kind = path.suffix.lower()
-    try:
-        return cast(IO[bytes], import_module(_MODULES[kind]).open(path))
-    except ImportError:
-        if not kind.startswith(".zst"):
-            raise
-        return cast(IO[bytes], _Frames(path, import_module("zstandard").ZstdDecompressor()))
+def _expanded(path: Path) -> Any:
+    """The stream of the library, which is imported only now: some Pythons are built without one of them."""
+    module = import_module(_MODULES[path.suffix.lower()])
+    return module.input_stream(str(path), compression="zstd") if module.__name__ == "pyarrow" else module.open(path)
 
 
 def ending(path: Path) -> str:
@@ -92,38 +87,6 @@ def lines_of(file: IO[bytes], where: str) -> Iterator[tuple[int, bytes]]:
         yield row, line
 
 
-class _Frames(io.RawIOBase):
-    """The frames of a .zst file, by the package zstandard, whose own reader accepts a truncated file."""
-
-    _CHUNK = 1024  # bytes; the expansion of a chunk is held in memory
-
-    def __init__(self, path: Path, decompressor: Any) -> None:
-        self._file, self._decompressor = path.open("rb"), decompressor
-        self._frame: Any = None
-        self._rest, self._out = b"", io.BytesIO()
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def readinto(self, buffer: Any) -> int:
-        while not (given := self._out.read(len(buffer))):
-            chunk, self._rest = self._rest or self._file.read(self._CHUNK), b""
-            if not chunk and self._frame is not None:
-                raise EOFError
-            if not chunk:
-                return 0
-            self._frame = self._frame or self._decompressor.decompressobj()
-            self._out = io.BytesIO(self._frame.decompress(chunk))
-            if self._frame.eof:
-                self._rest, self._frame = self._frame.unused_data, None
-        buffer[: len(given)] = given
-        return len(given)
-
-
 class _Bounded(io.RawIOBase):
     """A stream that raises `UserError` when it expands far beyond its input."""
 
@@ -152,26 +115,16 @@ def _readable(path: Path, where: str) -> Iterator[None]:
     from lzma import LZMAError
     from zlib import error as zlib_error
 
-    errors: tuple[type[Exception], ...] = (OSError, LZMAError, zlib_error, *_zstd_errors())
     kind = path.suffix.lower().removeprefix(".")
     try:
         yield
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{where}: reading .zst needs the package zstandard, which is not installed",
-            fix="pip install zstandard",
+            f"{where}: reading .zst needs pyarrow, which is not installed",
+            fix="pip install 'fivefold[parquet]'",
             more="or expand the file: zstd -d",
         ) from error
-    except EOFError as error:
-        raise UserError(f"{where}: the {kind} file is cut short", fix="copy the file from its origin again") from error
-    except errors as error:
-        raise UserError(
-            f"{where}: not readable as {kind}: {error}", fix="copy the file from its origin again"
-        ) from error
-
-
-def _zstd_errors() -> Iterator[type[Exception]]:
-    """The errors of the installed libraries."""
-    for module in ("compression.zstd", "zstandard"):
-        with suppress(ImportError):
-            yield import_module(module).ZstdError
+    except (EOFError, OSError, LZMAError, zlib_error) as error:
+        is_cut = isinstance(error, EOFError) or "Truncated" in str(error)  # as gzip and pyarrow say it
+        what = f"the {kind} file is cut short" if is_cut else f"not readable as {kind}: {error}"
+        raise UserError(f"{where}: {what}", fix="copy the file from its origin again") from error
