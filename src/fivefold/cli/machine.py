@@ -73,15 +73,14 @@ def calibrate(
 def doctor(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="A model instead: how tp would split it.", show_default=False),
+        typer.Argument(metavar="[MODEL]", help="A model instead: the plan of one rank.", show_default=False),
     ] = None,
-    tp: Annotated[int, typer.Option(min=2, help="With MODEL: tensor parallel ranks.")] = 2,
     layout: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="With MODEL: the plan of a layout, such as shard64.tp8.", show_default=False),
+        typer.Option(metavar="TEXT", help="With MODEL: its layout, such as shard64.tp8.", show_default="single"),
     ] = None,
-    rank: Annotated[int, typer.Option(min=0, help="With --layout: of which rank.")] = 0,
-    seq_length: Annotated[int, typer.Option(min=1, help="With --layout: tokens of a row.")] = 4096,
+    rank: Annotated[int, typer.Option(min=0, help="With MODEL: of which rank.")] = 0,
+    seq_length: Annotated[int, typer.Option(min=1, help="With MODEL: tokens of a row.")] = 4096,
     nodes: Annotated[
         bool, typer.Option("--nodes", help="Every rank of an allocation instead, under torchrun, srun or --nproc.")
     ] = False,
@@ -104,11 +103,9 @@ def doctor(
 ) -> None:
     """Look at this machine, a model, a rank of a layout, or every node of a cluster.
 
-    Example: fivefold doctor llama-3.1-8b --tp 8
     Example: fivefold doctor llama-3.1-8b --layout shard4.tp2 --rank 5
     Example: srun fivefold doctor --nodes --file run.yaml
     """
-    from fivefold.core.errors import UserError
     from fivefold.report.table import write
 
     if nodes:
@@ -129,14 +126,10 @@ def doctor(
         from fivefold.doctor.machine import examine_machine
 
         report: Report[Any] = examine_machine()
-    elif layout is not None:
+    else:
         from fivefold.doctor.model import examine_layout
 
-        report = examine_layout(model, layout=layout, rank=rank, seq_length=seq_length)
-    else:
-        from fivefold.doctor.model import examine_model
-
-        report = examine_model(model, tp=tp)
+        report = examine_layout(model, layout=layout or "single", rank=rank, seq_length=seq_length)
     write(report, json=json)
     if not report.ok:
         raise typer.Exit(1)

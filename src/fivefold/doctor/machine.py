@@ -1,6 +1,7 @@
 """Findings about this machine: versions, devices, memory, and what is missing or would help a training run.
 
-A finding is `ok`, `help` (fivefold works, something would make it better) or `missing` (fivefold does not work).
+A finding is `ok`, `help` (fivefold works, something would make it better), `missing` (fivefold does not work), or of
+ranks `failed` (one differs).
 """
 
 import importlib.metadata
@@ -26,7 +27,7 @@ from fivefold.launch.memory import room
 from fivefold.launch.world import cores
 from fivefold.report.table import Report
 
-State = Literal["ok", "help", "missing"]
+State = Literal["ok", "help", "missing", "failed"]
 MIN_PYTHON = (3, 11)
 SLOW_IMPORT = 10.0  # seconds; 1 to 3 from a local disk, once cached
 OPTIONAL = {

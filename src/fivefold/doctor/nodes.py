@@ -6,14 +6,14 @@ node or a link that is much slower than the others is named.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median_low
-from typing import Any, Literal
+from typing import Any
 
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
 from fivefold.core.text import listed
 from fivefold.core.units import many
+from fivefold.doctor.machine import Finding, State
 from fivefold.hardware.cluster import Cluster, nodes_of
 from fivefold.launch.cluster import cluster_here
 from fivefold.launch.once import run_once
@@ -23,8 +23,7 @@ from fivefold.parallel.collectives import Call
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import RankGrid
 from fivefold.planner.timing import collective_seconds
-from fivefold.report.findings import Findings, Notes, Section, Table
-from fivefold.report.table import TONES, Report
+from fivefold.report.table import Report
 
 SLOW = 1.5  # times the others' time, of work on a rank alone
 SLOW_LINK = 2.0  # of what goes over a link
@@ -33,33 +32,9 @@ MEASURE = "fivefold.doctor.measure"
 Found = Sequence[Mapping[str, Any]]  # of each rank, in order: what `measure.on_rank` gathers
 
 
-State = Literal["ok", "help", "failed"]
-
-
-@dataclass(frozen=True)
-class Seen:
-    """One finding over all ranks: its subject, its state, what was found, and what would help."""
-
-    what: str
-    state: State
-    found: str
-    advice: str = ""
-
-
-class NodesReport(Report[Seen]):
-    """Report of `fivefold doctor --nodes`."""
-
-    def findings(self) -> Findings:
-        """The table, and below it what would help."""
-        table = Table.of_texts(("what", "state", "found"), [(r.what, r.state, r.found) for r in self.rows], TONES)
-        advice = [f"{row.what}: {row.advice}" for row in self.rows if row.advice]
-        parts = (table, Notes([self.closing]), *([Notes(advice, is_list=True)] if advice else ()))
-        return Findings(command=self.title, headline="", ok=self.ok, sections=[Section(parts, self.title)])
-
-
 def examine_nodes(
     *, nproc: int | None, device: str = "auto", layout: str = "", cluster: str = "", files: Sequence[str] = ()
-) -> NodesReport | None:
+) -> Report[Finding] | None:
     """Report on all ranks: those that torchrun or srun has started, else `nproc` on this machine. None on the ranks
     that do not report. Raises `UserError`."""
     if cluster:
@@ -77,7 +52,7 @@ def examine_nodes(
     return None if told is None else judge(told, cluster)
 
 
-def judge(told: Mapping[str, Any], cluster: str = "") -> NodesReport:
+def judge(told: Mapping[str, Any], cluster: str = "") -> Report[Finding]:
     """The report on what `measure.on_rank` returned. `cluster`: its text or file; "" for the planner's own table."""
     found: Found = told["ranks"]
     machines, unknown = _cluster(told, cluster)
@@ -86,13 +61,15 @@ def judge(told: Mapping[str, Any], cluster: str = "") -> NodesReport:
         *_axes(found, Layout.parse(told["layout"]), machines), _step(found, told["layout"]),
     ]  # fmt: skip
     if any(rank["is_crowded"] for rank in found):
-        rows.append(Seen("cores", "help", "more ranks than cores: they take turns", "as many ranks as cores: --nproc"))
+        rows.append(
+            Finding("cores", "help", "more ranks than cores: they take turns", "as many ranks as cores: --nproc")
+        )
     if unknown:
-        rows.append(Seen("expected", "help", unknown, "name them: --cluster 16x8xH100, or a file of your own"))
+        rows.append(Finding("expected", "help", unknown, "name them: --cluster 16x8xH100, or a file of your own"))
     wrong = [row for row in rows if row.state == "failed"]
     closing = f"look at {'; '.join(f'{row.what} ({row.found})' for row in wrong)}" if wrong else "all ranks are alike"
     title = f"fivefold doctor --nodes: {many(len(found), 'rank')}"
-    return NodesReport(title=title, rows=tuple(rows), ok=not wrong, closing=closing, details={"ranks": list(found)})
+    return Report[Finding](title=title, rows=tuple(rows), ok=not wrong, closing=closing, details={"ranks": list(found)})
 
 
 def _cluster(told: Mapping[str, Any], said: str) -> tuple[Cluster | None, str]:
@@ -109,13 +86,13 @@ def _cluster(told: Mapping[str, Any], said: str) -> tuple[Cluster | None, str]:
 # ---- what the ranks are ----------------------------------------------------------------------------------------------
 
 
-def _hosts(found: Found) -> Seen:
+def _hosts(found: Found) -> Finding:
     nodes = Counter((rank["node"], rank["host"]) for rank in found)
     names = listed([f"{host} ({count})" for (_, host), count in sorted(nodes.items())], 8)
-    return Seen("hosts", "ok", f"{many(len(nodes), 'node')}: {names}")
+    return Finding("hosts", "ok", f"{many(len(nodes), 'node')}: {names}")
 
 
-def _agreement(found: Found) -> Iterator[Seen]:
+def _agreement(found: Found) -> Iterator[Finding]:
     """Devices, software and files: one row for all that agree, and one for each that differs."""
     told: dict[str, list[str]] = {"device": [rank["device"] for rank in found]}
     for name in dict.fromkeys(name for rank in found for name in rank["software"]):
@@ -123,18 +100,18 @@ def _agreement(found: Found) -> Iterator[Seen]:
     apart = {name: values for name, values in told.items() if len({*values}) > 1}
     alike = [f"{name} {values[0]}" for name, values in told.items() if name not in apart and name != "device"]
     if "device" not in apart:
-        yield Seen("device", "ok", told["device"][0])
-    yield Seen("software", "ok", ", ".join(alike))
+        yield Finding("device", "ok", told["device"][0])
+    yield Finding("software", "ok", ", ".join(alike))
     for name, values in apart.items():
-        yield Seen(name, "failed", _differing(values), "install the same on every node")
+        yield Finding(name, "failed", _differing(values), "install the same on every node")
     for path in dict.fromkeys(path for rank in found for path in rank["files"]):
         values = [rank["files"][path] for rank in found]
         if len({*values}) > 1:
-            yield Seen(path, "failed", _differing(values), "copy it to every node, or put it on shared storage")
+            yield Finding(path, "failed", _differing(values), "copy it to every node, or put it on shared storage")
         elif values[0] == "missing":
-            yield Seen(path, "failed", "missing on every rank", "look at its path")
+            yield Finding(path, "failed", "missing on every rank", "look at its path")
         else:
-            yield Seen(path, "ok", f"the same on every rank ({values[0]})")
+            yield Finding(path, "ok", f"the same on every rank ({values[0]})")
 
 
 def _differing(values: Sequence[str]) -> str:
@@ -144,7 +121,7 @@ def _differing(values: Sequence[str]) -> str:
     return ", ".join([*(f"{value} on {_ranks(ranks)}" for value, ranks in rare), f"{common} on the others"])
 
 
-def _clocks(found: Found) -> Iterator[Seen]:
+def _clocks(found: Found) -> Iterator[Finding]:
     """Difference between the clocks of nodes, and the speed that devices are allowed."""
     ahead = {rank["rank"]: rank["clock"] for rank in found if rank["clock"] is not None}
     if len(ahead) > 1:
@@ -156,17 +133,19 @@ def _clocks(found: Found) -> Iterator[Seen]:
         says += "ahead of the others" if seconds[worst] > middle else "behind the others"
         spread = max(seconds.values()) - min(seconds.values())
         if far:
-            yield Seen("clocks", "failed", says, "start chrony or ntpd on that node")
+            yield Finding("clocks", "failed", says, "start chrony or ntpd on that node")
         else:
             doubt = max(doubt for _, doubt in ahead.values())
-            yield Seen("clocks", "ok", f"at most {spread + doubt:.1g} s apart")
+            yield Finding("clocks", "ok", f"at most {spread + doubt:.1g} s apart")
     limits = [rank["mhz"] for rank in found]
     is_gpu = any("driver" in rank["software"] for rank in found)
     if is_gpu and len({*limits}) > 1:
         values = [f"{limit:.0f} MHz" for limit in limits]
-        yield Seen("device clocks", "failed", _differing(values), "look at power limits: nvidia-smi -q -d CLOCK,POWER")
+        yield Finding(
+            "device clocks", "failed", _differing(values), "look at power limits: nvidia-smi -q -d CLOCK,POWER"
+        )
     elif limits[0]:
-        yield Seen("device clocks", "ok", f"{min(limits):.0f} to {max(limits):.0f} MHz")
+        yield Finding("device clocks", "ok", f"{min(limits):.0f} to {max(limits):.0f} MHz")
 
 
 def _bad(found: Found) -> State:
@@ -177,7 +156,7 @@ def _bad(found: Found) -> State:
 # ---- what they do ----------------------------------------------------------------------------------------------------
 
 
-def _alone(found: Found) -> Iterator[Seen]:
+def _alone(found: Found) -> Iterator[Finding]:
     """Work of each rank alone."""
     for what, key, unit, name in (("matmuls", "flops", 1e12, "TFLOP/s"), ("memory", "traffic", 1e9, "GB/s")):
         rates = {rank["rank"]: rank[key] for rank in found}
@@ -187,12 +166,12 @@ def _alone(found: Found) -> Iterator[Seen]:
         if slow:
             factor = max(1 / rates[rank] for rank in slow) / usual
             says = f"{_places(found, slow)}: {factor:.2g} times as long as on the others, {span}"
-            yield Seen(what, _bad(found), says, "look for other processes, heat and power limits there")
+            yield Finding(what, _bad(found), says, "look for other processes, heat and power limits there")
         else:
-            yield Seen(what, "ok", span)
+            yield Finding(what, "ok", span)
 
 
-def _pairs(found: Found) -> Iterator[Seen]:
+def _pairs(found: Found) -> Iterator[Finding]:
     """Links between two ranks, inside nodes and between them. A rank that is slow with every partner is named, then
     links that are slow between two others."""
     node = [rank["node"] for rank in found]
@@ -205,12 +184,12 @@ def _pairs(found: Found) -> Iterator[Seen]:
         span = f"{min(rates):.2g} to {max(rates):.2g} GB/s"
         ranks, links = slow_links(pairs)
         if not (ranks or links):
-            yield Seen(f"links {tier}", "ok", f"{span}, {many(len(pairs), 'pair')}")
+            yield Finding(f"links {tier}", "ok", f"{span}, {many(len(pairs), 'pair')}")
             continue
         named = [_places(found, ranks)] * bool(ranks)
         named += [f"the link of {_where(found, a)} to {_where(found, b)}" for a, b in links[:4]]
         says = f"{' and '.join(named)}: {span}"
-        yield Seen(f"links {tier}", _bad(found), says, "look at its network card, cable and switch port")
+        yield Finding(f"links {tier}", _bad(found), says, "look at its network card, cable and switch port")
 
 
 def _message(found: Found) -> int:
@@ -241,7 +220,7 @@ def slow_links(pairs: Mapping[tuple[int, int], float]) -> tuple[list[int], list[
     return ranks, [pair for pair, took in links.items() if took > SLOW_LINK * usual]
 
 
-def _axes(found: Found, layout: Layout, cluster: Cluster | None) -> Iterator[Seen]:
+def _axes(found: Found, layout: Layout, cluster: Cluster | None) -> Iterator[Finding]:
     """Collectives of each axis of the layout, against the chip's file and between the groups of the axis."""
     grid = RankGrid(layout)
     for axis in found[0]["axes"]:
@@ -265,23 +244,25 @@ def _axes(found: Found, layout: Layout, cluster: Cluster | None) -> Iterator[See
                 slow.append(f"{kind} of {_ranks(group)} takes {max(took) / usual:.2g} times as long as in other groups")
         says = f"{', '.join(told)} GB/s{' expected' * bool(cluster)}"
         if slow:
-            yield Seen(axis, _bad(found), f"{where}: {slow[0]}: {says}", "look at the links of these ranks")
+            yield Finding(axis, _bad(found), f"{where}: {slow[0]}: {says}", "look at the links of these ranks")
         elif is_slow:
-            yield Seen(axis, "failed", f"{where}: {says}", "look at NCCL_DEBUG=INFO: which network, which transport?")
+            yield Finding(
+                axis, "failed", f"{where}: {says}", "look at NCCL_DEBUG=INFO: which network, which transport?"
+            )
         else:
             guess = " (the table of this chip is a guess)" * bool(cluster and cluster.chip.is_guess)
-            yield Seen(axis, "ok", f"{where}: {says}{guess}")
+            yield Finding(axis, "ok", f"{where}: {says}{guess}")
 
 
-def _step(found: Found, layout: str) -> Seen:
+def _step(found: Found, layout: str) -> Finding:
     """The tiny step: the same loss everywhere."""
     losses = [f"{rank['step']['loss']:.6g}" for rank in found]
     took = max(rank["step"]["seconds"] for rank in found)
     if len({*losses}) > 1:
-        return Seen(
+        return Finding(
             "a tiny step", "failed", f"losses differ: {_differing(losses)}", f"fivefold verify --layouts {layout}"
         )
-    return Seen("a tiny step", "ok", f"{1e3 * took:.3g} ms under {layout}, the same loss on every rank")
+    return Finding("a tiny step", "ok", f"{1e3 * took:.3g} ms under {layout}, the same loss on every rank")
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
