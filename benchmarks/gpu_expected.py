@@ -15,7 +15,7 @@ from fivefold.parallel.layout import Layout
 from fivefold.planner.estimate import Estimate, Workload, estimate
 from fivefold.planner.of_run import cluster_of
 from fivefold.planner.price import AXES, PriceList
-from fivefold.rehearsal.expected import ExpectedStep, or_why
+from fivefold.rehearsal.expected import ExpectedStep, ms, or_why
 from fivefold.rehearsal.request import Phase, Seen
 
 TINY = {
@@ -90,8 +90,8 @@ def show_expected(expected: Estimate | None, counted: Phase | None, args: argpar
         result |= {"peak_gib": (counted.allocated or 0) / GIB, "reserved_gib": (counted.reserved or 0) / GIB}
     if expected:
         step = ExpectedStep(expected, Seen(rank=0), counted)
-        for row in step.rows():
-            print(f"  {row.item:<18} {row.ms:>7} ms  {row.share:>6}  {row.of}")
+        for item, seconds in sorted(expected.seconds.items(), key=lambda pair: -pair[1]):
+            print(f"  {item:<18} {ms(seconds):>7} ms")
         print(*step.verdict, sep="\n")
         result["estimate"] = of_estimate(expected) | step.to_json()
     if args.json:

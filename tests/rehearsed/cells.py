@@ -17,9 +17,10 @@ from typing import Any
 
 from fivefold.core.errors import UserError
 from fivefold.hardware.cluster import Cluster
+from fivefold.launch.processes import private_folder
 from fivefold.parallel.layout import Layout
 from fivefold.rehearsal import stand_in
-from fivefold.rehearsal.launch import changes, resolved, scratch, stage
+from fivefold.rehearsal.launch import changes, resolved, stage
 from fivefold.rehearsal.request import RehearsalRequest, Seen
 
 TABLE = Path(__file__).with_name("table.json")
@@ -79,7 +80,7 @@ Row = Mapping[str, Any]  # of the table: numbers, or why a layout is refused
 def rows() -> Iterator[Callable[[Cell], Row]]:
     """Inside, what gives the row of a cell. The processes of all cells are forked from one."""
     environment = stand_in.environment(CLUSTER.chip, CLUSTER.devices_per_node)
-    with scratch() as folder, stage(environment, folder) as play:
+    with private_folder("rehearsal") as folder, stage(environment, folder) as play:
         yield partial(_row, folder, play)
 
 

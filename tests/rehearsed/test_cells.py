@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from fivefold.launch.processes import private_folder
 from fivefold.rehearsal import stand_in
-from fivefold.rehearsal.launch import scratch, stage
+from fivefold.rehearsal.launch import stage
 from fivefold.rehearsal.stand_in import lacking
 from tests.rehearsed.cells import CELLS, CLUSTER, Cell, Row, more, request, rows, table
 
@@ -43,7 +44,7 @@ def test_a_cell(cell: Cell, row_of: Callable[[Cell], Row]) -> None:
 def exposed(layout: str) -> dict[str, tuple[int | None, int]]:
     """Of each kind of collective but sums of all: those that no kernel stands beside, and all."""
     environment = stand_in.environment(CLUSTER.chip, CLUSTER.devices_per_node)
-    with scratch() as folder, stage(environment, folder) as play:
+    with private_folder("rehearsal") as folder, stage(environment, folder) as play:
         found = play(request(Cell("llama", layout), folder, "order"))
     return {each.kind: (each.exposed, each.count) for each in found.sent if each.kind != "all_reduce"}
 

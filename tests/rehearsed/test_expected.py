@@ -51,28 +51,6 @@ def test_launches_that_outlast_the_device_are_the_step() -> None:
     assert "launches take longer" in " ".join(found.verdict)
 
 
-def test_the_items_are_the_planners() -> None:
-    """With what was counted they add up to the step; nothing is priced a second time."""
-    found = expected(seen(10**6, 3))
-    rows = {row.item: row for row in found.rows()}
-    total = sum(float(row.ms.replace(",", "")) for row in rows.values() if row.ms != "-")
-    assert total == pytest.approx(1e3 * found.step_seconds, rel=2e-3)
-    for item in ("matmuls", "attention", "element-wise", "tp"):
-        assert rows[item].ms == ms(PLANNED.seconds[item])
-    assert rows["tp collectives"].of == "counted 9 of 15 exposed; timed above"
-    assert found.traffic == pytest.approx(PLANNED.seconds["element-wise"] * 3350e9 * 0.9)
-    assert f"{found.flops * 1e-12:,.3g} model TFLOPs" in rows["matmuls"].of
-
-
-def test_counts_and_shares_are_of_a_device_and_of_the_whole_step() -> None:
-    found = expected(seen(10**6, 3))
-    assert found.flops == pytest.approx(PLANNED.flops / 8) and found.to_json()["model_flops_per_device"] == found.flops
-    rows = {row.item: row for row in found.rows()}
-    shares = [float(row.share.removesuffix(" %")) for row in rows.values() if row.share != "-"]
-    assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
-    assert rows["launches"].share == f"{100 * found.floor_beyond / found.step_seconds:.1f} %"
-
-
 def test_a_slower_host_launches_slower() -> None:
     cluster = replace(CLUSTER, chip=replace(CLUSTER.chip, host_scale=2.0))
     found = ExpectedStep.of(replace(PLANNED, cluster=cluster), (seen(1000),), "step 2")
@@ -99,7 +77,7 @@ def test_the_rank_that_launches_most_is_told() -> None:
 def test_where_kernels_were_not_seen_it_is_the_planners_alone() -> None:
     found = expected(seen(None, None))
     assert found.step_seconds == PLANNED.step_seconds and found.mfu == pytest.approx(PLANNED.mfu)
-    assert "not seen" in found.verdict[1] and not any("counted" in row.of for row in found.rows())
+    assert "not seen" in found.verdict[1]
     assert found.to_json()["longer"] is None
 
 
@@ -115,7 +93,9 @@ def test_it_is_told_as_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
     told.show(Console(width=80))
     screen = capsys.readouterr().out
     assert max(map(len, screen.splitlines())) <= 80
-    assert "not measured" in screen and "estimated MFU" in screen and "2,000 x 7 us = 14 ms" in screen
+    assert (
+        "not measured" in screen and "estimated MFU" in screen and "a launch floor of 14 ms" in " ".join(screen.split())
+    )
     values = json.loads(told.to_json())["estimate"]
     assert values["is_estimate"] and values["launches"] == 2000 and values["syncs"] == 7
     assert values["planned_seconds"] == PLANNED.seconds

@@ -11,6 +11,7 @@ import pytest
 from fivefold.core.errors import RunFailed
 from fivefold.core.interrupts import Stopped, sigterm_raises
 from fivefold.hardware.cluster import Cluster
+from fivefold.launch.processes import private_folder
 from fivefold.rehearsal import launch
 from fivefold.rehearsal.request import RehearsalRequest
 from tests.tiers import put_off
@@ -80,7 +81,7 @@ def test_sigterm_leaves_neither_process_nor_folder() -> None:
     timer.start()
     began = time.monotonic()
     with (
-        pytest.raises(Stopped) as stopped, sigterm_raises(), launch.scratch() as folder,
+        pytest.raises(Stopped) as stopped, sigterm_raises(), private_folder("rehearsal") as folder,
         launch.stage(os.environ, folder) as play,
     ):  # fmt: skip
         try:

@@ -222,9 +222,9 @@ class Workers:
 
 
 @contextmanager
-def private_folder() -> Iterator[Path]:
+def private_folder(what: str = "workers") -> Iterator[Path]:
     """A temporary folder that only this user may enter, removed afterwards."""
-    folder = scratch_folder("workers")
+    folder = scratch_folder(what)
     try:
         yield folder
     finally:

@@ -74,11 +74,6 @@ def traffic_seconds(chip: Chip, size: float) -> float:
     return size / chip.memory_bytes_per_second
 
 
-def traffic_bytes(chip: Chip, seconds: float) -> float:
-    """Bytes that element-wise work reads and writes in `seconds`."""
-    return seconds * chip.memory_bytes_per_second
-
-
 def host_seconds(chip: Chip, size: Any) -> Any:
     """Seconds to copy `size` bytes (a number or an array) to host memory, or back; both ways at once take as long."""
     return size / (chip.host_gbs * 1e9)

@@ -1,22 +1,19 @@
 """Expected time of a step: the planner's estimate of the rehearsed layout, with the counts of the rehearsed step.
 
-An estimate, not a measurement. Durations are the planner's roofline (`planner/estimate.py`), item by item. Numbers of
-launched kernels, of host waits and of exposed collectives are counted.
+An estimate, not a measurement. Seconds are the planner's (`fivefold plan --layout` lists them item by item). Numbers of
+launched kernels and of host waits are counted.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from fivefold.core.errors import UserError
 from fivefold.planner.doubt import Interval
-from fivefold.planner.estimate import Estimate, Item
-from fivefold.planner.timing import traffic_bytes
+from fivefold.planner.estimate import Estimate
 from fivefold.rehearsal.request import Phase, Seen
 
-TRAFFIC = "element-wise"  # the planner's item that is memory traffic alone
-IDLE = ("host", "bubble")  # its items in which the device waits for Python, and for other stages
-SMALL = 5e-4  # of a step: smaller items would show as 0.0 %, and are left out on the screen
+IDLE = ("host", "bubble")  # the planner's items in which the device waits for Python, and for other stages
 
 
 def or_why(planned: Callable[[], Estimate]) -> tuple[Estimate | None, str]:
@@ -25,16 +22,6 @@ def or_why(planned: Callable[[], Estimate]) -> tuple[Estimate | None, str]:
         return planned(), ""
     except UserError as error:
         return None, error.what
-
-
-@dataclass(frozen=True)
-class TimeRow:
-    """A part of the step's time in milliseconds; -: counted, with no time of its own. `of`: its composition."""
-
-    item: str
-    ms: str
-    share: str
-    of: str
 
 
 @dataclass(frozen=True)
@@ -55,38 +42,27 @@ class ExpectedStep:
         rank, most = max(steps, key=lambda one: one[1].launches or 0)
         return cls(planned, rank, None if most.launches is None else most)
 
-    # ---- seconds -----------------------------------------------------------------------------------------------------
-
-    @property
-    def launch_seconds(self) -> float:
-        """Host seconds of one kernel: the chip's constant, not a measurement."""
-        chip = self.planned.cluster.chip
-        return chip.launch_us * 1e-6 * chip.host_scale
-
     @property
     def device_seconds(self) -> float:
         """Seconds of the device's work, by roofline: the planner's items, without those in which it is idle."""
         return sum(amount for item, amount in self.planned.seconds.items() if item not in IDLE)
 
+    def launching(self, count: int | None) -> float:
+        """Host seconds of so many kernels, by the chip's constant: none starts before it is launched."""
+        chip = self.planned.cluster.chip
+        return (count or 0) * chip.launch_us * 1e-6 * chip.host_scale
+
     @property
     def launch_floor(self) -> float:
-        """Minimum seconds of the host: no kernel starts before it is launched."""
-        return (self.counted.launches or 0) * self.launch_seconds if self.counted else 0.0
-
-    @property
-    def sync_seconds(self) -> float:
-        """Minimum cost of host syncs: after each one, the device idles until the next launch."""
-        return (self.counted.syncs or 0) * self.launch_seconds if self.counted else 0.0
-
-    @property
-    def floor_beyond(self) -> float:
-        """Seconds by which the launch floor outlasts the planned step."""
-        return max(0.0, self.launch_floor - self.planned.step_seconds)
+        """Minimum seconds of the host."""
+        return self.launching(self.counted.launches) if self.counted else 0.0
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of the planned step, plus the costs counted beyond it."""
-        return self.planned.step_seconds + self.floor_beyond + self.sync_seconds
+        """Seconds of the planned step, or the launch floor if that is longer; and after each host sync, those until the
+        next launch."""
+        waits = self.launching(self.counted.syncs) if self.counted else 0.0
+        return max(self.planned.step_seconds, self.launch_floor) + waits
 
     @property
     def step_interval(self) -> Interval:
@@ -113,51 +89,6 @@ class ExpectedStep:
         """The limit: `device` or `launches`."""
         return "launches" if self.launch_floor > self.device_seconds else "device"
 
-    # ---- output ------------------------------------------------------------------------------------------------------
-
-    def rows(self) -> Iterator[TimeRow]:
-        """The planner's items, the longest first; then the counts."""
-        for item in sorted(self._items(), key=lambda item: -item.amount):
-            if abs(item.amount) >= SMALL * self.step_seconds:
-                yield self._row(item.item, item.amount, self._made_of(item))
-        if self.counted is None:
-            return
-        each = f"{self.launch_seconds * 1e6:.3g} us"
-        floor = f"counted {self.counted.launches:,} x {each} = {ms(self.launch_floor)} ms"
-        beyond = "what outlasts the above" if self.floor_beyond else "beside the above"
-        yield self._row("launches", self.floor_beyond, f"{floor}, {beyond}")
-        yield self._row("host syncs", self.sync_seconds, f"counted {self.counted.syncs:,} x {each}, at least")
-        for axis, (exposed, issued) in self.exposed.items():
-            yield TimeRow(f"{axis} collectives", "-", "-", f"counted {exposed:,} of {issued:,} exposed; timed above")
-
-    def _items(self) -> list[Item]:
-        return [row for row in self.planned.rows if row.part == "time"]
-
-    def _row(self, item: str, seconds: float, of: str) -> TimeRow:
-        return TimeRow(item, ms(seconds), f"{100 * seconds / self.step_seconds:.1f} %", of)
-
-    def _made_of(self, item: Item) -> str:
-        if item.item == "matmuls":
-            return f"{item.why}; with attention {self.flops * 1e-12:,.3g} model TFLOPs"
-        if item.item == TRAFFIC:
-            rate = self.planned.cluster.chip.memory_bytes_per_second
-            return f"{self.traffic * 1e-9:,.3g} GB of memory traffic at {rate * 1e-9:,.0f} GB/s"
-        return item.why
-
-    @property
-    def traffic(self) -> float:
-        """Bytes that element-wise work reads and writes on the device."""
-        return traffic_bytes(self.planned.cluster.chip, self.planned.seconds.get(TRAFFIC, 0.0))
-
-    @property
-    def exposed(self) -> dict[str, tuple[int, int]]:
-        """Exposed collectives, and all of them, by mesh axis. No kernel could hide an exposed one."""
-        found: dict[str, tuple[int, int]] = {}
-        for sent in self.seen.sent:
-            exposed, issued = found.get(sent.axis, (0, 0))
-            found[sent.axis] = exposed + (sent.exposed or 0), issued + sent.count
-        return found
-
     @property
     def verdict(self) -> tuple[str, ...]:
         """Sentences: the MFU, and the longer of the device's time and the launch floor."""
@@ -176,24 +107,22 @@ class ExpectedStep:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Seconds of a step, shares from 0 to 1; counts are of one rank's last step."""
+        """Seconds of a step; counts are of one rank's last step."""
         counted = self.counted
         return {
-            "is_estimate": True, "rank": self.seen.rank, "mfu": self.mfu, "mfu_interval": self.mfu_interval,
-            "step_seconds": self.step_seconds, "step_seconds_interval": self.step_interval,
-            "planned_seconds": self.planned.seconds, "model_flops_per_device": self.flops,
-            "element_wise_bytes": self.traffic, "device_seconds": self.device_seconds,
-            "launches": counted and counted.launches, "launch_seconds": self.launch_seconds,
-            "launch_floor_seconds": self.launch_floor if counted else None, "longer": self.longer if counted else None,
-            "floor_beyond_seconds": self.floor_beyond, "syncs": counted and counted.syncs,
-            "sync_seconds": self.sync_seconds, "cpu_seconds_here": counted and counted.seconds,
-            "exposed": {axis: {"exposed": some, "issued": all_} for axis, (some, all_) in self.exposed.items()},
-        }  # fmt: skip
-
-    @property
-    def flops(self) -> float:
-        """Model FLOPs of a step on a device."""
-        return self.planned.flops / self.planned.layout.world
+            "is_estimate": True,
+            "rank": self.seen.rank,
+            "mfu": self.mfu,
+            "mfu_interval": self.mfu_interval,
+            "step_seconds": self.step_seconds,
+            "step_seconds_interval": self.step_interval,
+            "planned_seconds": self.planned.seconds,
+            "device_seconds": self.device_seconds,
+            "launches": counted and counted.launches,
+            "launch_floor_seconds": self.launch_floor if counted else None,
+            "syncs": counted and counted.syncs,
+            "longer": self.longer if counted else None,
+        }
 
 
 def ms(seconds: float) -> str:

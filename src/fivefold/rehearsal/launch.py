@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,12 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import TypeAdapter
+
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.core import interrupts
 from fivefold.core.errors import RunFailed, UserError, refuse
 from fivefold.hardware.cluster import Cluster
 from fivefold.launch.model import check_model
-from fivefold.launch.processes import scratch_folder
+from fivefold.launch.processes import private_folder
 from fivefold.launch.world import LAUNCHER
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import RankGrid
@@ -47,7 +48,7 @@ def rehearse(
     if not lacks and not stand_in.stands_for(place.chip):
         what = f"{place.chip.name} is no CUDA device that this torch has kernels for"
         raise UserError(what, fix="rehearse on A100, H100, H200 or B200")
-    with interrupts.sigterm_raises(), scratch() as folder:
+    with interrupts.sigterm_raises(), private_folder("rehearsal") as folder:
         config, layout = resolved(path, [*overrides, *changes(folder, steps, is_full=not lacks)], place)
         ranks = kinds(layout) if all_kinds else [rank or 0]
         if ranks[-1] >= place.world:
@@ -74,16 +75,6 @@ def rehearse(
     return Rehearsal(
         config.model.name_or_path, str(layout), place, steps, tuple(seen), tuple(lacks), planned, unplanned
     )
-
-
-@contextmanager
-def scratch() -> Iterator[Path]:
-    """A folder for the ranks' files, removed afterwards."""
-    folder = scratch_folder("rehearsal")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def kinds(layout: Layout) -> list[int]:
@@ -187,7 +178,7 @@ def _played(process: "subprocess.Popen[bytes]", codes: IO[str], log: IO[bytes], 
     found = folder / "seen.json"
     if not found.exists():
         raise _failure(request.rank, code, log)
-    return Seen.from_json(json.loads(found.read_text(encoding="utf-8")))
+    return TypeAdapter(Seen).validate_json(found.read_bytes())
 
 
 def _failure(rank: int, code: int, log: IO[Any]) -> RunFailed:

@@ -1,26 +1,26 @@
 """Report of a rehearsal: tables for the screen, JSON, and sentences."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fivefold.core.units import GIB, human_bytes, many
 from fivefold.hardware.cluster import Cluster
 from fivefold.planner.estimate import Estimate
-from fivefold.rehearsal.expected import ExpectedStep, TimeRow
+from fivefold.rehearsal.expected import ExpectedStep
 from fivefold.rehearsal.request import Item, Phase, Seen
 from fivefold.rehearsal.stand_in import Lack
-from fivefold.report.figures import LANE, WIDTH, Box, Figure
-from fivefold.report.findings import Facts, Findings, Notes, On, Plot, Section, to_text
-from fivefold.report.table import Report
+from fivefold.report.findings import Facts, Findings, Notes, On, Section, Table, to_text
+from fivefold.report.table import TONES
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-BAR, LEFT, COLOURS = 20.0, 74.0, 6  # pixels of a bar, and of the names before it; colours of items
 TIGHT = 0.95  # of a device's memory: NCCL needs some as well
 SHOWN = 10  # rows of a table
+PHASE = ("rank", "phase", "allocated", "reserved", "launches", "syncs", "compiles", "seconds")
 CURES = (
     "Less is needed with memory.recompute: full, a smaller train.micro_batch_size, a shorter data.seq_length, or more "
     "shards."
@@ -34,60 +34,6 @@ NOTES = (
     "Tokens go evenly to experts; a run's busiest expert has more, and its rank more memory.",
     "A block that several streams use is free at once here; a GPU gives it back when the streams are done.",
 )
-
-
-@dataclass(frozen=True)
-class PhaseRow:
-    """A phase of a rank. Memory in GiB; - if it was not seen."""
-
-    rank: int
-    phase: str
-    allocated: str
-    reserved: str
-    launches: str
-    syncs: str
-    compiles: int
-    seconds: str
-
-
-@dataclass(frozen=True)
-class ItemRow:
-    """Equal tensors at the peak."""
-
-    GiB: str
-    count: int
-    what: str
-    where: str
-
-
-@dataclass(frozen=True)
-class SyncRow:
-    """A line at which the host waits for the device."""
-
-    count: int
-    phase: str
-    line: str
-
-
-@dataclass(frozen=True)
-class SentRow:
-    """Equal collectives of a step."""
-
-    axis: str
-    kind: str
-    count: int
-    declared: int
-    bytes: str
-    exposed: str
-
-
-@dataclass(frozen=True)
-class CompileRow:
-    """A recompiled function, or a graph break."""
-
-    count: int
-    what: str
-    why: str
 
 
 @dataclass(frozen=True)
@@ -173,80 +119,53 @@ class Rehearsal:
             return (f"No estimate of MFU: {self.unplanned}.",)
         return self.expected.verdict if self.expected else ()
 
-    # ---- tables ------------------------------------------------------------------------------------------------------
-
-    def phases(self) -> Report[PhaseRow]:
-        """The phases of every rank."""
-        rows = tuple(
-            PhaseRow(
-                seen.rank, phase.name, gib(phase.allocated), gib(phase.reserved), _number(phase.launches),
-                _number(phase.syncs), phase.compiles, f"{phase.seconds:.1f}",
+    def phases(self) -> list[tuple[object, ...]]:
+        """A row of texts for each phase of every rank; `PHASE` names the columns."""
+        return [
+            (
+                *(seen.rank, phase.name, gib(phase.allocated), gib(phase.reserved), _number(phase.launches)),
+                *(_number(phase.syncs), phase.compiles, f"{phase.seconds:.1f}"),
             )
-            for seen in self.seen for phase in seen.phases
-        )  # fmt: skip
-        return Report(title=f"{self.title} (GiB)", rows=rows, ok=self.ok)
+            for seen in self.seen
+            for phase in seen.phases
+        ]
 
-    def items(self, seen: Seen) -> Report[ItemRow]:
-        """The largest items at a rank's memory peak, or when it ran out."""
-        name, found = largest(seen)
-        rows = tuple(ItemRow(gib(item.bytes), item.count, item.what, item.where) for item in found[:SHOWN])
-        return Report(title=f"largest at the peak of rank {seen.rank}, {name}", rows=rows, ok=True)
-
-    def syncs(self, seen: Seen) -> Report[SyncRow]:
-        """Lines at which the host waits for the device, in the last step, the evaluation and the save."""
-        names = (f"step {self.steps}", "evaluation", "save")
-        rows = tuple(SyncRow(sync.count, sync.phase, sync.where) for sync in seen.syncs if sync.phase in names)
-        return Report(title=f"host syncs of rank {seen.rank}", rows=rows[:SHOWN], ok=True)
-
-    def sent(self, seen: Seen) -> Report[SentRow]:
-        """The collectives of the last step, issued and declared."""
-        rows = tuple(
-            SentRow(
-                sent.axis, sent.kind, sent.count, sent.declared, human_bytes(sent.bytes),
-                "-" if sent.exposed is None else str(sent.exposed),
-            )
-            for sent in seen.sent
-        )  # fmt: skip
-        return Report(title=f"collectives of rank {seen.rank}, step {self.steps}", rows=rows, ok=not seen.undeclared)
-
-    def recompiles(self, seen: Seen) -> Report[CompileRow]:
-        """Recompilations by Dynamo, and graph breaks."""
-        rows = tuple(
-            CompileRow(recompile.count, recompile.what, recompile.why) for recompile in seen.recompiles[:SHOWN]
-        )
-        return Report(title=f"compiled again, and graph breaks, on rank {seen.rank}", rows=rows, ok=True)
-
-    def times(self) -> Report[TimeRow]:
-        """The estimated step, item by item."""
-        found = self.expected
-        of_rank = f", counted on rank {found.seen.rank}" if found and found.counted else ""
-        title = f"estimated time of a step, not measured{of_rank}"
-        return Report(title=title, rows=tuple(found.rows()) if found else (), ok=True)
-
-    def tables(self) -> Iterator[Report[Any]]:
-        """All tables with a row, in order."""
-        yield self.phases()
+    def tables(self) -> Iterator[tuple[str, Table]]:
+        """All tables with a row, and their titles, in order."""
+        yield f"{self.title} (GiB)", Table.of_texts(PHASE, self.phases(), TONES)
         for seen in self.seen:
-            for table in (self.items(seen), self.syncs(seen), self.sent(seen), self.recompiles(seen)):
-                if table.rows:
-                    yield table
-        if (times := self.times()).rows:
-            yield times
+            for title, names, rows in self._of_rank(seen):
+                if rows:
+                    yield title, Table.of_texts(names, rows, TONES)
+
+    def _of_rank(self, seen: Seen) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[object]]]]:
+        """Title, columns and rows: the largest items at the peak, or when memory ran out; lines at which the host waits
+        for the device; the collectives of the last step, issued and declared; recompilations and graph breaks."""
+        name, found = largest(seen)
+        items = [(gib(item.bytes), item.count, item.what, item.where) for item in found[:SHOWN]]
+        yield f"largest at the peak of rank {seen.rank}, {name}", ("GiB", "count", "what", "where"), items
+        last = f"step {self.steps}"
+        syncs = [each for each in seen.syncs if each.phase in (last, "evaluation", "save")]
+        lines = [(sync.count, sync.phase, sync.where) for sync in syncs[:SHOWN]]
+        yield f"host syncs of rank {seen.rank}", ("count", "phase", "line"), lines
+        sent = [
+            (call.axis, call.kind, call.count, call.declared, human_bytes(call.bytes), _number(call.exposed))
+            for call in seen.sent
+        ]
+        names = ("axis", "kind", "count", "declared", "bytes", "exposed")
+        yield f"collectives of rank {seen.rank}, {last}", names, sent
+        again = [(each.count, each.what, each.why) for each in seen.recompiles[:SHOWN]]
+        yield f"compiled again, and graph breaks, on rank {seen.rank}", ("count", "what", "why"), again
 
     def findings(self) -> Findings:
-        """The tables and the sentences; on the page also what was run, and memory by phase."""
-        picture = memory(self)
-        drawn = [Section([Plot(picture, picture.says)], picture.title, On.PAGE)] if picture else []
-        return Findings(
-            command="fivefold rehearse", headline=self.verdict, ok=self.ok,
-            sections=[
-                Section([Notes([RUN, *self.speed]), Facts(self.facts)], on=On.PAGE),
-                *drawn,
-                *(Section([titled.table], titled.title) for titled in self.tables()),
-                Section([Notes([self.verdict, *self.speed, *self.notes])], on=On.TERMINAL),
-                Section([Notes(self.notes, is_list=True)], "What is not in these figures", On.PAGE),
-            ],
-        )  # fmt: skip
+        """The tables and the sentences; on the page also what was run."""
+        sections = [
+            Section([Notes([RUN, *self.speed]), Facts(self.facts)], on=On.PAGE),
+            *(Section([table], title) for title, table in self.tables()),
+            Section([Notes([self.verdict, *self.speed, *self.notes])], on=On.TERMINAL),
+            Section([Notes(self.notes, is_list=True)], "What is not in these figures", On.PAGE),
+        ]
+        return Findings(command="fivefold rehearse", headline=self.verdict, ok=self.ok, sections=sections)
 
     @property
     def facts(self) -> dict[str, str]:
@@ -264,14 +183,23 @@ class Rehearsal:
 
     def to_json(self) -> str:
         """One JSON object: the phases as rows, and all results by rank."""
-        details = {
-            "model": self.model, "layout": self.layout, "cluster": self.cluster.text, "steps": self.steps,
-            "memory_bytes": self.cluster.chip.memory_bytes, "verdict": self.verdict, "notes": list(self.notes),
-            "lacks": [asdict(row) for row in self.lacks], "ranks": [row.to_json() for row in self.seen],
-            "estimate": self.expected and self.expected.to_json(), "no_estimate": self.unplanned,
-        }  # fmt: skip
-        table = self.phases()
-        return Report(title=table.title, rows=table.rows, ok=self.ok, details=details).to_json()
+        values = {
+            "title": f"{self.title} (GiB)",
+            "ok": self.ok,
+            "rows": [dict(zip(PHASE, row, strict=True)) for row in self.phases()],
+            "model": self.model,
+            "layout": self.layout,
+            "cluster": self.cluster.text,
+            "steps": self.steps,
+            "memory_bytes": self.cluster.chip.memory_bytes,
+            "verdict": self.verdict,
+            "notes": list(self.notes),
+            "lacks": [asdict(lack) for lack in self.lacks],
+            "ranks": [asdict(rank) for rank in self.seen],
+            "estimate": self.expected and self.expected.to_json(),
+            "no_estimate": self.unplanned,
+        }
+        return json.dumps(values, indent=2, ensure_ascii=False)
 
 
 def largest(seen: Seen) -> tuple[str, Sequence[Item]]:
@@ -289,46 +217,3 @@ def gib(size: int | None) -> str:
 
 def _number(count: int | None) -> str:
     return "-" if count is None else str(count)
-
-
-# ---- memory by phase -------------------------------------------------------------------------------------------------
-
-
-def memory(rehearsal: Rehearsal) -> Figure | None:
-    """Draw a bar for every phase, as wide as the device's memory: its largest items, the rest of what is allocated, and
-    what is reserved beyond that. None if memory was not seen."""
-    rows = [(seen.rank, phase) for seen in rehearsal.seen for phase in seen.phases if phase.allocated is not None]
-    if not rows:
-        return None
-    scale = (WIDTH - LEFT) / max(rehearsal.cluster.chip.memory_bytes, *(phase.reserved or 0 for _, phase in rows))
-    words = _words(rehearsal)
-    boxes = [box for at, (_, phase) in enumerate(rows) for box in _bar(phase, at * LANE, scale, words)]
-    names = [(at * LANE + BAR / 2 + 4, f"{rank}: {phase.name}") for at, (rank, phase) in enumerate(rows)]
-    explained = [*((f"series-{colour}", what) for what, colour in words.items()), ("many", "everything else")]
-    explained.append(("band", "free; to its left, reserved and not allocated"))
-    says = f"A bar is {gib(rehearsal.cluster.chip.memory_bytes)} GiB wide. Hover over a part for its size."
-    return Figure("Memory of each phase at its peak", says, LANE * len(rows), names, boxes, explained)
-
-
-def _words(rehearsal: Rehearsal) -> dict[str, int]:
-    """Items with a colour of their own: the largest of all ranks' peaks, and their colours."""
-    found: dict[str, int] = {}
-    for seen in rehearsal.seen:
-        for item in largest(seen)[1]:
-            found[item.what] = max(found.get(item.what, 0), item.bytes)
-    largest_first = sorted(found, key=lambda what: -found[what])[:COLOURS]
-    return {what: colour for colour, what in enumerate(largest_first)}
-
-
-def _bar(phase: Phase, y: float, scale: float, words: dict[str, int]) -> Iterator[Box]:
-    yield Box(LEFT - 56, y, WIDTH - LEFT, BAR, "band", "free")
-    x, allocated = LEFT - 56, phase.allocated or 0
-    reserved = scale * (phase.reserved or 0)
-    yield Box(x, y, reserved, BAR, "grid", f"{phase.name}: {gib(phase.reserved)} GiB reserved")
-    yield Box(x, y, scale * allocated, BAR, "many", f"{phase.name}: {gib(allocated)} GiB allocated")
-    for item in phase.items:
-        if item.what in words:
-            width = scale * item.bytes
-            title = f"{item.what}, {item.where}: {item.count} tensors, {gib(item.bytes)} GiB"
-            yield Box(x, y, width, BAR, f"series-{words[item.what]}", title, f"{item.bytes / GIB:.1f}", 0.7)
-            x += width

@@ -1,8 +1,7 @@
 """Requests and results of a rehearsal, as plain data between the command and the process of a rank."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,28 +112,7 @@ class Seen:
     def undeclared(self) -> tuple[Sent, ...]:
         """Collectives that differ from the plan. The bytes of all-to-alls are not compared: they depend on routing."""
         return tuple(
-            sent for sent in self.sent
+            sent
+            for sent in self.sent
             if sent.count != sent.declared or (sent.bytes != sent.declared_bytes and sent.kind != "all_to_all")
-        )  # fmt: skip
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Seen":
-        memory = values["out_of_memory"]
-        return cls(
-            rank=values["rank"],
-            coordinates=values["coordinates"],
-            phases=tuple(Phase(**{**phase, "items": _items(phase["items"])}) for phase in values["phases"]),
-            syncs=tuple(Sync(**sync) for sync in values["syncs"]),
-            sent=tuple(Sent(**sent) for sent in values["sent"]),
-            recompiles=tuple(Recompile(**recompile) for recompile in values["recompiles"]),
-            communicators=values["communicators"],
-            out_of_memory=memory and OutOfMemory(**{**memory, "items": _items(memory["items"])}),
-            failed=values["failed"],
         )
-
-
-def _items(values: Any) -> tuple[Item, ...]:
-    return tuple(Item(**item) for item in values)

@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from contextlib import ExitStack
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -96,7 +97,7 @@ def play(folder: Path) -> NoReturn:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # prints a traceback
     request = RehearsalRequest(**json.loads((folder / "request.json").read_text(encoding="utf-8")))
-    seen = json.dumps(rehearse(request).to_json())
+    seen = json.dumps(asdict(rehearse(request)))
     (folder / "seen.json").write_text(seen, encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)

@@ -8,17 +8,16 @@ cuBLAS and NCCL is generated as a function that returns 0: those names differ be
 import importlib.util
 import os
 import re
-import struct
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from runpy import run_path
 
-from fivefold.core.c_library import INSTALL as INSTALL_COMPILER
-from fivefold.core.c_library import compile_library, compiler, kept_library
-from fivefold.core.errors import UserError
+from fivefold.core.c_library import INSTALL, compile_library, compiler, kept_library
+from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.units import GIB
 from fivefold.hardware.chip import Chip
 from fivefold.launch.world import set_for_cuda
@@ -26,7 +25,7 @@ from fivefold.launch.world import set_for_cuda
 SOURCE = Path(__file__).with_name("driver") / "driver.c"
 LIBRARY = "libcuda.so.1"  # the name under which torch and Triton look for the driver
 MONITOR = "libnvidia-ml.so.1"  # and for NVIDIA's management library: here the same file
-INSTALL = "pip install torch, whose usual build for Linux has CUDA, in an environment of its own"
+INSTALL_TORCH = "pip install torch, whose usual build for Linux has CUDA, in an environment of its own"
 # Libraries of torch that call CUDA, and the names that they import. cuDNN's computing routines are not called.
 _LIBRARIES = ("c10_cuda", "torch_cuda", "torch_python", "torch_cuda_linalg", "torch_nvshmem", "caffe2_nvrtc")
 _TAKEN = re.compile(r"(__cuda|cuda|nccl|cublas|cu[A-Z]|cudnn(Create|Destroy|SetStream|GetVersion)$)\w*")
@@ -85,11 +84,11 @@ def lacking() -> list[Lack]:
     if sys.platform != "linux":
         lacks.append(Lack("this is not Linux", "rehearse on a Linux machine"))
     if torch is None or torch.cuda is None:
-        lacks.append(Lack("this torch is built without CUDA", INSTALL))
+        lacks.append(Lack("this torch is built without CUDA", INSTALL_TORCH))
     elif not torch.includes:
         lacks.append(Lack("the headers of CUDA are missing", "pip install nvidia-cuda-runtime"))
     if compiler() is None:
-        lacks.append(Lack("there is no C compiler", INSTALL_COMPILER))
+        lacks.append(Lack("there is no C compiler", INSTALL))
     return lacks
 
 
@@ -194,46 +193,15 @@ SHARED = {
 }
 
 
-_DYNSYM = 11  # type of the section of dynamic symbols
-_SECTION, _SYMBOL = "<IIQQQQIIQQ", "<IBBHQQ"  # of a 64-bit ELF file, little endian
-
-
-@dataclass(frozen=True)
-class _Section:
-    kind: int
-    offset: int
-    size: int
-    link: int  # the section of its names
-
-
 def undefined(library: Path) -> frozenset[str]:
-    """Names that `library` (64-bit ELF, little endian) imports from other libraries. Raises `ValueError` for another
-    kind of file."""
-    with library.open("rb") as file:
-        head = file.read(64)
-        if head[:6] != b"\x7fELF\x02\x01":
-            raise ValueError(f"{library} is no 64-bit ELF file")
-        start, size, count = (*struct.unpack_from("<Q", head, 40), *struct.unpack_from("<HH", head, 58))
-        file.seek(start)
-        sections = [_section(*struct.unpack(_SECTION, file.read(size))) for _ in range(count)]
-        parts = {}
-        for section in sections:
-            if section.kind == _DYNSYM:
-                for part in (section, sections[section.link]):
-                    file.seek(part.offset)
-                    parts[part] = file.read(part.size)
-                return frozenset(_undefined(parts[section], parts[sections[section.link]]))
-    return frozenset()
-
-
-def _section(_: int, kind: int, flags: int, address: int, offset: int, size: int, link: int, *__: int) -> _Section:
-    return _Section(kind, offset, size, link)
-
-
-def _undefined(symbols: bytes, names: bytes) -> Iterator[str]:
-    for name, _, _, section, _, _ in struct.iter_unpack(_SYMBOL, symbols):
-        if name and not section:
-            yield names[name : names.index(b"\0", name)].decode()
+    """Names that `library` imports from other libraries, by `nm`, which comes with a compiler. Raises `RunFailed`."""
+    asked = ["nm", "--dynamic", "--undefined-only", "--format=posix", str(library)]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", "") or str(error)
+        raise RunFailed(f"the names that torch imports cannot be read: {said.strip()}", fix=INSTALL) from error
+    return frozenset(line.split()[0].partition("@")[0] for line in done.stdout.splitlines())
 
 
 if __name__ == "__main__":  # in `make rehearsal`, whose tests would be skipped one by one

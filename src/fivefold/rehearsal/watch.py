@@ -289,8 +289,9 @@ def _recompiles() -> tuple[Recompile, ...]:
     """Functions that were compiled more than once, by cause, and graph breaks."""
     again = Counter(
         (f"{short(compiled.file)}:{compiled.line} {compiled.function}", any_layer(compiled.again))
-        for compiled in torch_internals.compiles() if compiled.again
-    )  # fmt: skip
+        for compiled in torch_internals.compiles()
+        if compiled.again
+    )
     breaks = torch_internals.graph_breaks()
     return (
         *(Recompile(function, why, count) for (function, why), count in again.most_common()),
