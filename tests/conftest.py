@@ -27,10 +27,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(_name, None)  # of another job: commands would take themselves for its ranks
 
-from fivefold.core import code_cache  # noqa: E402
-
-code_cache.keep_bytecode()  # of commands too, those with an empty cache of their own among them
-
 import torch  # noqa: E402
 
 from tests import starts  # noqa: E402

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -152,84 +151,3 @@ def test_a_run_leaves_nothing_in_the_temporary_folder(tmp_path: Path, is_compile
     subprocess.run(command, env=env, check=True)
     assert not list((tmp_path / "tmp").iterdir())
     assert bool(list(tmp_path.glob("cache/inductor/*/precompiled_headers"))) == is_compiled
-
-
-# ---- bytecode of packages -------------------------------------------------------------------------------------------
-
-SOURCE = Path(code_cache.__file__).parents[2]
-SAYS = "import json, os, sys; print(json.dumps([sys.pycache_prefix, sys.dont_write_bytecode]))"
-KEEP = f"from fivefold.core import code_cache; code_cache.keep_bytecode(); {SAYS}"
-NO_WORD = dict.fromkeys(("PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"), "")  # an empty one counts as none
-
-
-@pytest.fixture
-def packages(tmp_path):
-    """Packages of the names of the large ones, which take no time."""
-    for name in code_cache.PACKAGES:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("import fractions\n")
-    return tmp_path
-
-
-def run(packages, *command, **env):
-    surroundings = os.environ | NO_WORD | {"FIVEFOLD_CACHE": str(packages / "cache")} | env
-    surroundings["PYTHONPATH"] = os.pathsep.join((str(packages), str(SOURCE)))
-    return subprocess.run([sys.executable, *command], env=surroundings, capture_output=True, text=True, check=True)
-
-
-@pytest.mark.full
-def test_packages_without_bytecode_get_it_in_the_cache_once(packages):
-    """In the processes that a command starts as well, and in all later commands: the second one compiles nothing."""
-    child = (
-        f"{KEEP}; import subprocess, torch; subprocess.run([sys.executable, '-v', '-c', 'import torch, transformers'])"
-    )
-    first = run(packages, "-c", child, PYTHONDONTWRITEBYTECODE="1")
-    kept = packages / "cache" / "bytecode"
-    assert f'["{kept}", false]' in first.stdout and kept.stat().st_mode & 0o777 == 0o700
-    assert read_from(first, packages / "torch") == [kept], "the parent has kept it"
-    assert read_from(first, packages / "transformers") == [packages]
-    again = run(packages, "-c", child, PYTHONDONTWRITEBYTECODE="1")
-    assert read_from(again, packages / "torch") == read_from(again, packages / "transformers") == [kept]
-    assert not list(packages.glob("torch/**/*.pyc")), "not beside the package, where the user wants none"
-
-
-def read_from(done, package):
-    """Where the code of a package comes from, as `python -v` says: its source, or bytecode that is kept."""
-    found = re.findall(r"# code object from '?([^'\n]*)", done.stderr)
-    of_package = [Path(file) for file in found if str(package / "__init__") in file]
-    kept = package.parent / "cache" / "bytecode"
-    return [kept if kept in file.parents else package.parent for file in of_package]
-
-
-@pytest.mark.full
-def test_a_python_that_keeps_bytecode_itself_is_left_alone(packages):
-    assert run(packages, "-c", KEEP).stdout == "[null, false]\n"
-    assert not (packages / "cache").exists()
-
-
-@pytest.mark.full
-def test_the_users_own_prefix_stays(packages):
-    own = {"PYTHONPYCACHEPREFIX": str(packages / "own"), "PYTHONDONTWRITEBYTECODE": "1"}
-    assert run(packages, "-c", KEEP, **own).stdout == f'["{packages / "own"}", true]\n'
-
-
-@pytest.mark.full
-def test_without_a_cache_it_is_kept_among_temporary_files(packages):
-    (packages / "cache").write_text("a file")
-    said = run(packages, "-c", KEEP, PYTHONDONTWRITEBYTECODE="1", TMPDIR=str(packages)).stdout
-    assert said == f'["{packages}/fivefold-{os.getuid()}/bytecode", false]\n'
-
-
-@pytest.mark.full
-def test_without_a_place_a_command_runs_as_it_would(packages):
-    nowhere = "from fivefold.core import code_cache; code_cache._lacks = str"
-    done = run(packages, "-c", f"{nowhere}; {KEEP}", PYTHONDONTWRITEBYTECODE="1")
-    assert done.stdout == "[null, true]\n"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("module", ["fivefold", "fivefold.cli"])
-def test_every_way_into_a_command_keeps_it(packages, module):
-    run(packages, "-m", module, "--help", PYTHONDONTWRITEBYTECODE="1")
-    assert list((packages / "cache" / "bytecode").rglob("typer/*.pyc")) or module == "fivefold.cli"
-    assert (packages / "cache" / "bytecode").exists()

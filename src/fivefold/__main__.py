@@ -9,7 +9,6 @@ def main() -> None:
     from fivefold.core import code_cache
 
     code_cache.leave_out_current_folder()
-    code_cache.keep_bytecode()
     code_cache.keep_compiled()
     from fivefold.cli import main as run
 

@@ -4,6 +4,5 @@ from fivefold.cli import main
 from fivefold.core import code_cache
 
 code_cache.leave_out_current_folder()
-code_cache.keep_bytecode()
 code_cache.keep_compiled()
 main()

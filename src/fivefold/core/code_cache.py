@@ -1,4 +1,4 @@
-"""Where code comes from that this process runs: folders of modules, of their bytecode, and of what is compiled here.
+"""Where code comes from that this process runs: folders of modules, and of what is compiled here.
 
 Code that another user puts there would run as this user. So a folder for code is private: only its owner writes to it.
 """
@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import MutableMapping
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 from fivefold.core.cache import cache_root, key_of
@@ -17,7 +16,6 @@ from fivefold.core.errors import UserError
 from fivefold.core.system import cpuinfo
 
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
-PACKAGES = ("torch", "transformers")  # large, and installed like the others
 _NO_PROGRAMS = getattr(os, "ST_NOEXEC", 0)
 _CPU = ("model name", "flags", "Features")  # what code that is compiled for a CPU depends on
 
@@ -65,29 +63,6 @@ def leave_out_current_folder() -> None:
         if not sys.flags.safe_path and sys.path and sys.path[0] in ("", os.getcwd()):
             del sys.path[0]
     os.environ["PYTHONSAFEPATH"] = "1"
-
-
-def keep_bytecode() -> None:
-    """Cache bytecode from now on, in this process and its children, unless Python keeps it or the user sets a prefix.
-
-    uv installs packages without bytecode, container images set PYTHONDONTWRITEBYTECODE, and site-packages may be
-    read-only: then every process recompiles torch, transformers and sympy, 3.7 of the 5.8 CPU seconds of their import.
-    """
-    if sys.pycache_prefix is not None or not any(map(_has_no_bytecode, PACKAGES)):
-        return
-    with suppress(UserError):
-        folder = code_folder("bytecode")
-        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
-        os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-
-
-def _has_no_bytecode(package: str) -> bool:
-    """True if a package has no bytecode and cannot get any."""
-    spec = find_spec(package)
-    if spec is None or spec.cached is None or Path(spec.cached).exists():
-        return False
-    return sys.dont_write_bytecode or not os.access(Path(spec.cached).parents[1], os.W_OK)
 
 
 def keep_compiled(env: MutableMapping[str, str] = os.environ) -> None:
