@@ -149,17 +149,15 @@ class RunFile:
         folder where the command line names them."""
         for section, key in CODE:
             base = Path() if self.place((section, key)) == COMMAND_LINE else folder
-            at, value = self.tree.get(section), self.named_code(section, key)
-            if isinstance(at, dict) and value:
-                found = [located(text, base) for text in value]
+            if code := self.code(section, key):
+                found = [located(text, base) for text in code.values()]
+                at = self.tree[section]
                 at[key] = found if isinstance(at[key], list) else found[0]
 
-    def named_code(self, section: str, key: str) -> list[str]:
-        """The texts of a key of named code, one or several; what is no text is refused by the schema."""
+    def code(self, section: str, key: str) -> dict[str, str]:
+        """Code of the user's own that a key names, as it is written: see `code_named`."""
         at = self.tree.get(section)
-        value = at.get(key) if isinstance(at, dict) else None
-        texts = value if isinstance(value, list) else [value]
-        return [text for text in texts if text] if all(isinstance(text, str) for text in texts) else []
+        return code_named(section, key, at.get(key) if isinstance(at, dict) else None)
 
     def _path(self, dotted: str) -> KeyPath:
         """The path of a dotted key. The index of a data source may be omitted if there is only one.
@@ -304,6 +302,15 @@ class RunFile:
             raise UserError(f"{place} is not YAML: {error.problem or error.context}", fix=_yaml_advice(error)) from None
         except yaml.YAMLError as error:
             raise UserError(f"{name} is not YAML: {error}") from None
+
+
+def code_named(section: str, key: str, value: Any) -> dict[str, str]:
+    """The texts `PATH.py:NAME` of a key in `CODE`, by their names: `objective.path`, `train.parts[0]`. What is no text
+    is left to the schema."""
+    if isinstance(value, str):
+        return {f"{section}.{key}": value} if value else {}
+    texts = value if isinstance(value, list | tuple) and all(isinstance(text, str) for text in value) else ()
+    return {f"{section}.{key}[{at}]": text for at, text in enumerate(texts)}
 
 
 def _yaml_advice(error: yaml.MarkedYAMLError) -> str:

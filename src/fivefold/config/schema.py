@@ -27,7 +27,7 @@ from pydantic_core import PydanticCustomError
 
 from fivefold.config.key import Key, keys_of
 from fivefold.config.peers import REMOVED
-from fivefold.config.runfile import COMMAND_LINE, READ_MORE, RunFile, explained
+from fivefold.config.runfile import CODE, COMMAND_LINE, READ_MORE, RunFile, code_named, explained
 from fivefold.core.best import METRICS, MOST
 from fivefold.core.errors import UserError, refuse
 from fivefold.core.folder_config import read_folder_config
@@ -285,10 +285,11 @@ class TrainSection(Section):
         "(H100), a package of its own; auto takes fa3 where it is installed, and on a CPU the kernel of fivefold",
     )
     neftune_noise_alpha: Number | None = Field(
-        default=None, gt=0,
+        default=None,
+        gt=0,
         description="noise on the embeddings in training, within alpha / sqrt(tokens of the document * hidden size): "
         "NEFTune; 5",
-    )  # fmt: skip
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto takes CUDA where there is one")
     collective_timeout: Number = Field(
         default=600, ge=0, description="seconds until a collective that hangs ends the run; 0 = never"
@@ -837,13 +838,11 @@ class RunConfig(Section):
     @property
     def code(self) -> dict[str, str]:
         """The code of the user's own that a run executes, `PATH.py:NAME` by key."""
-        named = {"objective.path": self.objective.path, "optimizer.path": self.optimizer.path, **self.part_code}
-        return {key: text for key, text in named.items() if text}
+        return {name: text for place in CODE for name, text in self.code_of(*place).items()}
 
-    @property
-    def part_code(self) -> dict[str, str]:
-        """The code of the user's own parts, by key: `train.parts[0]`."""
-        return {f"train.parts[{at}]": text for at, text in enumerate(self.train.parts)}
+    def code_of(self, section: str, key: str) -> dict[str, str]:
+        """That of one key: of `train.parts` by `train.parts[0]` and so on."""
+        return code_named(section, key, getattr(getattr(self, section), key))
 
     @property
     def run_dir(self) -> Path:
@@ -999,9 +998,10 @@ def check_streaming(config: RunConfig) -> None:
     for what, (is_asked, why, fix) in asked.items():
         if is_asked:
             raise UserError(
-                f"data.streaming with {what}: {why}", fix=f"{fix}, or set data.streaming: false",
+                f"data.streaming with {what}: {why}",
+                fix=f"{fix}, or set data.streaming: false",
                 more="docs/howto/data.md, 'Tokenise while training'",
-            )  # fmt: skip
+            )
 
 
 def _check_outer(config: RunConfig) -> None:
@@ -1016,8 +1016,9 @@ def _check_outer(config: RunConfig) -> None:
     if config.optimizer.name == "muon":
         raise UserError(
             f"outer.every {every} with optimizer.name: muon: replicas share the work on its matrices, and these differ",
-            fix="set optimizer.name: adamw, or leave outer.every out", more=more,
-        )  # fmt: skip
+            fix="set optimizer.name: adamw, or leave outer.every out",
+            more=more,
+        )
     looks = {
         "eval.every": config.eval.every if config.data.validation else 0,
         "sample.every": config.sample.every if config.sample.is_on else 0,

@@ -37,9 +37,6 @@ def job_of(request: JobRequest) -> Job:
     """The job. Raises `UserError` for a run file that cannot be run, or not on as many devices."""
     if not request.run.is_file():
         raise UserError(f"{request.run} is no file, and a job is made of a run file", fix="name one", more=MORE)
-    for text in (str(request.run), *request.overrides, request.image):
-        if not _is_utf8(text):
-            raise UserError(f"{text!a} is not UTF-8, which the file of a job is", fix="name it in UTF-8", more=MORE)
     config = load_config(request.run, request.overrides)
     check_named(config)
     if config.train.nodes is not None:
@@ -68,22 +65,13 @@ def job_of(request: JobRequest) -> Job:
     )
 
 
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # bytes of a command line that are no text
-        return False
-    return True
-
-
 def _named(config: RunConfig, request: JobRequest) -> dict[str, dict[str, str]]:
     """`Job.code` and `Job.files` of a run."""
     file = RunFile.read(request.run).overridden(request.overrides)
     code, files = dict[str, str](), dict[str, str]()
     for section, key in CODE:
         base = Path() if file.place((section, key)) == COMMAND_LINE else request.run.parent
-        for at, text in enumerate(file.named_code(section, key)):
-            name = f"{section}.{key}" if isinstance(file.tree[section][key], str) else f"{section}.{key}[{at}]"
+        for name, text in file.code(section, key).items():
             path = text.rpartition(":")[0]
             code[name], files[name] = path, str(base / expanded(path))
     for key, sources in {"train": config.data.train, "validation": config.data.validation}.items():

@@ -302,7 +302,7 @@ _MOMENTS = [name for name, value in vars(Part).items() if callable(value)]
 
 def own_parts(config: RunConfig) -> list[Part]:
     """Make the parts that a run file names; their files are run. Raises `UserError`."""
-    parts = [OwnPart(NamedCode.read(text, key), key) for key, text in config.part_code.items()]
+    parts = [OwnPart(NamedCode.read(text, key), key) for key, text in config.code_of("train", "parts").items()]
     names = [part.name for part in parts]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"train.parts has two parts called {twice[0]}", fix="give each a `name` of its own", more=_MORE)
