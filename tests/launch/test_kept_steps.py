@@ -138,7 +138,7 @@ def test_workers_are_told_before_they_are_ended(tmp_path: Path) -> None:
 def test_a_rank_that_waits_for_a_node_that_dies_ends_no_run(tmp_path: Path, is_news: bool) -> None:
     """Its worker says so before the launcher has heard of it."""
     leave_failure(tmp_path, 1, _store_has_ended(1, "10.0.0.1:4242"))
-    error = _first_failure(tmp_path, {1: 1}, Pressure(), None)
+    error = _first_failure(tmp_path, {1: 1}, Pressure())
     ended: list[Any] = []
     meeting: Any = SimpleNamespace(has_news_within=lambda _: is_news, end=lambda current: ended.append(current) or True)
     config = load_config(None, [f"run.dir={tmp_path}", "train.nodes=1:2"])

@@ -1,6 +1,5 @@
 """Memory: what there is, what a run needs of it by arithmetic, and a death for want of it, which is not tried again."""
 
-import resource
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.units import GIB
 from fivefold.launch import workers
 from fivefold.launch.failure import failures, leave_failure
-from fivefold.launch.memory import Needs, Pressure, Room, room
+from fivefold.launch.memory import Pressure, Room, room
 from fivefold.launch.world import World
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.layout import Layout
@@ -23,7 +22,6 @@ from fivefold.training import preflight
 from fivefold.training.preflight import check_memory, needs_of
 
 MEMINFO = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
-NEEDS = Needs(parameters=10**9, ranks=2, weights=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB, activations=GIB)
 
 
 def machine(folder: Path, cgroup: str = "", **files: str) -> tuple[Path, Path]:
@@ -94,12 +92,10 @@ class Out(Pressure):
 
 def test_a_death_for_want_of_memory_names_the_sizes_and_is_final(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(workers, "room", lambda: Room(14 * GIB, 0))
-    error: Any = workers._first_failure(tmp_path, {1: -signal.SIGKILL, 0: 1}, Out(killed=True), NEEDS)
+    error: Any = workers._first_failure(tmp_path, {1: -signal.SIGKILL, 0: 1}, Out(killed=True))
     assert error.what == "rank 1 was killed by SIGKILL: the system ran out of memory" and error.comes_again
-    assert error.fix.startswith(
-        "the workers held 15.00 GiB at most, this machine has 14.00; 1.00 billion parameters need 16.00 GiB"
-    )
-    error = workers._first_failure(tmp_path, {1: -signal.SIGKILL}, Out(killed=False), NEEDS)
+    assert error.fix.startswith("the workers held 15.00 GiB at most, this machine has 14.00; train.micro_batch_size")
+    error = workers._first_failure(tmp_path, {1: -signal.SIGKILL}, Out(killed=False))
     assert not error.comes_again and "the system still had memory" in error.fix
 
 
@@ -111,9 +107,8 @@ CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:128] . DefaultCPUAllocator: c
 def test_an_allocation_that_failed_is_not_tried_again(error: Exception, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(workers, "room", lambda: Room(20 * GIB, 0))
     leave_failure(tmp_path, 0, error)
-    found: Any = workers._first_failure(tmp_path, {0: 1}, Out(killed=False), NEEDS)
+    found: Any = workers._first_failure(tmp_path, {0: 1}, Out(killed=False))
     assert failures(tmp_path) and found.comes_again
-    assert "weights 4.00, gradients 4.00, optimizer 8.00, activations about 1.00 GiB for 2 ranks here" in found.fix
     assert "memory.recompute: full" in found.fix
 
 
@@ -150,13 +145,5 @@ def test_a_run_that_cannot_fit_is_refused_before_it_takes_anything(monkeypatch: 
     with pytest.raises(UserError, match=r"does not fit: weights 29\.92, gradients 29\.92, optimizer 59\.83") as caught:
         check_memory(large, config, layout, world)
     assert "8.03 billion parameters need 119.66 GiB" in (caught.value.fix or "")
-    assert Needs.load(tmp_path) is None  # the first rank leaves them
     assert "memory may run out: 10.00 GiB of this machine are free" in str(check_memory(middle, config, layout, world))
     assert check_memory(small, config, layout, replace(world, rank=0, local_rank=0)) is None
-    assert (Needs.load(tmp_path) or NEEDS).parameters == small.size
-
-
-def test_a_limit_of_addresses_is_named_where_memory_could_not_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit, said in ((6 * GIB, True), (resource.RLIM_INFINITY, False)):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
-        assert ("ulimit -v gives each process 6.00 GiB" in workers._memory_advice(Pressure(), None)) is said

@@ -1,12 +1,10 @@
 """The memory of this machine: its size, the share of its processes, and kills by the system for lack of it."""
 
-import json
 import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.core.errors import RunFailed
@@ -14,7 +12,6 @@ from fivefold.core.units import GIB
 
 SCARCE = 0.03  # share of all memory: with less free, a killed process was killed for lack of memory
 LOOK_SECONDS = 0.25
-_NEEDS = "needs.json"
 _UNLIMITED = 2**60  # the value of cgroup v1 for no limit
 
 
@@ -47,17 +44,6 @@ class Needs:
         ranks = f"{self.ranks} ranks" if self.ranks > 1 else "1 rank"
         return f"{', '.join(parts)}, activations about {self.activations / GIB:.2f} GiB for {ranks} here"
 
-    def save(self, folder: Path) -> None:
-        """Write it for the launcher."""
-        (folder / _NEEDS).write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @classmethod
-    def load(cls, folder: Path) -> "Needs | None":
-        """The needs that a worker wrote to its launcher's folder; None if it got no further."""
-        with suppress(OSError, ValueError, TypeError):
-            return cls(**json.loads((folder / _NEEDS).read_text(encoding="utf-8")))
-        return None
-
     def advice(self, room: int) -> str:
         """Advice for a machine with `room` bytes."""
         if self.state > room:
@@ -85,22 +71,6 @@ def room(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> R
         free = limit - (used or 0) + _reclaimable(folder)
         found = Room(min(found.total, limit), min(found.free, max(0, free)))
     return found
-
-
-def address_limit() -> int | None:
-    """Bytes of address space per process (`ulimit -v`), which has to exceed its memory; None: no limit."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
-def address_said() -> str:
-    """The message about such a limit; "" if there is none."""
-    limit = address_limit()
-    return f"ulimit -v gives each process {limit / GIB:.2f} GiB of addresses: raise that first" if limit else ""
 
 
 class Pressure:

@@ -97,7 +97,7 @@ def torchrun_command(
         *("--nnodes", str(len(hosts.names)), "--node-rank", str(hosts.rank), "--nproc-per-node", str(devices)),
         *("--master-addr", hosts.names[0], "--master-port", env.get("SM_MASTER_PORT", PORT)),
         *("-m", "fivefold.cli", "train", *arguments),
-    ]  # fmt: skip
+    ]
 
 
 def set_for_hosts(hosts: Hosts, env: MutableMapping[str, str] = os.environ) -> None:

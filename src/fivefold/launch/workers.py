@@ -28,7 +28,7 @@ from fivefold.launch.failure import (
 )
 from fivefold.launch.kept import ENDING
 from fivefold.launch.meeting import OthersGone
-from fivefold.launch.memory import Needs, Pressure, address_said, room
+from fivefold.launch.memory import Pressure, room
 from fivefold.launch.processes import Awaits, Workers, private_folder
 from fivefold.launch.watch import Watch
 from fivefold.launch.worker import CLOSED, INTERRUPTED, TERMINATED
@@ -133,7 +133,7 @@ def start_workers(
         if others and is_changed and not own:
             raise NodesChanged(news)
         if frozen or watch.server or any(codes.values()):
-            raise _first_failure(logs, codes, pressure, Needs.load(folder)) from None
+            raise _first_failure(logs, codes, pressure) from None
 
 
 def with_restarts(
@@ -184,7 +184,7 @@ def gpus() -> int:
     return cuda.device_count()
 
 
-def _first_failure(logs: Path, codes: Mapping[int, int], pressure: Pressure, needs: Needs | None) -> BaseException:
+def _first_failure(logs: Path, codes: Mapping[int, int], pressure: Pressure) -> BaseException:
     """The failure file of the first worker to fail; without one, an error from its exit code."""
     if INTERRUPTED in codes.values():
         return KeyboardInterrupt()
@@ -193,7 +193,7 @@ def _first_failure(logs: Path, codes: Mapping[int, int], pressure: Pressure, nee
     killed = {rank: code for rank, code in codes.items() if code < 0 and not failure_file(logs, rank).exists()}
     left = failures(logs)
     if killed or not left:
-        return _killed(logs, killed or codes, pressure, needs)
+        return _killed(logs, killed or codes, pressure)
     first = left[0]
     if first["is_users"]:
         if suspects := first["suspects"]:
@@ -213,18 +213,18 @@ def _first_failure(logs: Path, codes: Mapping[int, int], pressure: Pressure, nee
     crashed.traceback, crashed.cause = first["traceback"], first["what"]
     crashed.is_own = any(failure["rank"] in codes and not is_of_others(failure) for failure in left)
     if is_out_of_memory(first):
-        crashed.fix, crashed.comes_again = _memory_advice(pressure, needs), True
+        crashed.fix, crashed.comes_again = _memory_advice(pressure), True
     return crashed
 
 
-def _killed(logs: Path, codes: Mapping[int, int], pressure: Pressure, needs: Needs | None) -> WorkerDied:
+def _killed(logs: Path, codes: Mapping[int, int], pressure: Pressure) -> WorkerDied:
     rank, code = min(codes.items())
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     fix = None
     comes_again = code == -signal.SIGKILL and pressure.killed
     if comes_again:
         cause += ": the system ran out of memory"
-        fix = _memory_advice(pressure, needs)
+        fix = _memory_advice(pressure)
     elif code == -signal.SIGKILL:
         fix = "somebody or something outside ended it: the system still had memory"
     more = f"log: {logs / f'rank-{rank}.log'}"
@@ -234,14 +234,13 @@ def _killed(logs: Path, codes: Mapping[int, int], pressure: Pressure, needs: Nee
     return died
 
 
-def _memory_advice(pressure: Pressure, needs: Needs | None) -> str:
+def _memory_advice(pressure: Pressure) -> str:
     """The memory that the workers took, the memory of the machine, and ways to need less."""
     there = room()
     held = f"the workers held {pressure.held / GIB:.2f} GiB at most" if pressure.held else ""
     total = f"this machine has {there.total / GIB:.2f}" if there else ""
     helps = "train.micro_batch_size, data.seq_length and memory.recompute: full make activations smaller"
-    advice = needs.advice(there.total if there else 2**62) if needs else helps
-    return "; ".join(part for part in (", ".join(filter(None, (held, total))), address_said(), advice) if part)
+    return "; ".join(filter(None, (", ".join(filter(None, (held, total))), helps)))
 
 
 def _show_cursor() -> None:

@@ -8,7 +8,7 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -18,10 +18,9 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import RunFailed
 from fivefold.core.units import GIB
 from fivefold.data.prepare import PreparedData
-from fivefold.hardware.cluster import Cluster
 from fivefold.launch.cluster import cluster_here
 from fivefold.launch.failure import WorkerDied, is_want_of_memory
-from fivefold.launch.memory import address_limit, address_said, room
+from fivefold.launch.memory import room
 from fivefold.launch.world import World
 from fivefold.models.discover import facts_of
 from fivefold.parallel.adapters.facts import adapted
@@ -97,11 +96,10 @@ def _advice(
         if is_of_host:
             return RunFailed(f"{where}: that of the machine, not of its GPUs{_asked(what)}", fix=_for_host(world))
         kind, lora = "cpu" if world.device == "cpu" else "cuda", config.adapter.lora
-        cluster = _within_addresses(cluster_here(kind, world.size, world.local_size, config.hardware))
+        cluster = cluster_here(kind, world.size, world.local_size, config.hardware)
         facts = state_of(run.model).plan.facts if run else adapted(facts_of(build_model(config, data)), lora)
         lines = advice.to_fit(config, cluster, facts, rank=world.rank, needed=there.needed, measured=there.items)
-        fix = [line for line in (address_said() if kind == "cpu" else "", *lines) if line]
-        return RunFailed(f"{where}{_asked(what)}{there.left}", fix="\n".join(fix))
+        return RunFailed(f"{where}{_asked(what)}{there.left}", fix="\n".join(lines))
     return None
 
 
@@ -110,17 +108,6 @@ def _when(error: Exception, phase: str, run: LiveRun | None) -> str:
         return "before the first step"
     is_trial = any(frame.filename.endswith(TRIAL) for frame in traceback.extract_tb(error.__traceback__))
     return "the trial before the first step" if is_trial else f"step {run.step + (phase in _OF_STEP)}"
-
-
-def _within_addresses(cluster: Cluster) -> Cluster:
-    """The cluster with the memory per process capped by the address-space limit, less what is mapped but not
-    resident."""
-    limit, mapped, there = address_limit(), resident("VmSize"), resident("VmRSS")
-    if not cluster.chip.is_host or None in (limit, mapped, there):
-        return cluster
-    assert limit is not None and mapped is not None and there is not None
-    usable = (limit - 1024 * (mapped - there)) / GIB
-    return replace(cluster, chip=replace(cluster.chip, memory_gib=min(cluster.chip.memory_gib, usable)))
 
 
 # ---- where, and what was there ---------------------------------------------------------------------------------------

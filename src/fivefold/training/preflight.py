@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -39,14 +38,12 @@ def check_ranks_agree(config: RunConfig, data: PreparedData, world: World) -> No
 
 
 def check_memory(facts: ModelFacts, config: RunConfig, layout: Layout, world: World) -> str | None:
-    """A warning if the run will likely need more memory than is free; else None. Saves the needs for the launcher.
+    """A warning if the run will likely need more memory than is free; else None.
 
     Raises `UserError`, the same on every rank of a machine, if weights, gradients and optimizer state alone exceed the
     total memory.
     """
     needs = needs_of(facts, config, layout, ranks=world.local_ranks, is_host=world.device == "cpu")
-    if world.folder and world.is_first:
-        needs.save(Path(world.folder))
     if world.device != "cpu":
         total, free = (torch.cuda.mem_get_info(world.device)[at] * world.local_size for at in (1, 0))
         where = f"{world.local_size} GPUs" if world.local_size > 1 else "the GPU"
