@@ -117,7 +117,7 @@ def small_devices(axes: Axes) -> None:
     texts = ("shard8+full", "shard4.tp2+full", "shard2.tp4+full")
     for number, model in enumerate(("llama-3.1-8b", "llama-3.2-3b")):
         prices = price_list(model, cluster)
-        found = [longest_sequence(prices, Workload(8192, 8), Layout.parse(text)).seq_length for text in texts]
+        found = [longest_sequence(prices, Workload(8192, 8), Layout.parse(text)).workload.seq_length for text in texts]
         axes.bar([place + 0.4 * number for place in range(3)], [each / 1024 for each in found], 0.38, label=model)
         told(f"longest rows, {model}", dict(zip(texts, found, strict=True)), "tokens")
     axes.set_xticks([place + 0.2 for place in range(3)], texts)

@@ -151,7 +151,7 @@ def by_lever() -> Iterator[Cell]:
             except UserError:
                 yield Cell(model, devices, 0, None, f"`{text}`: {adds}")
             else:
-                yield Cell(model, devices, found.seq_length, found.estimate, f"`{text}`: {adds}")
+                yield Cell(model, devices, found.workload.seq_length, found, f"`{text}`: {adds}")
 
 
 def _prices(model: str, devices: int):  # type: ignore[no-untyped-def]

@@ -20,6 +20,7 @@ from fivefold.planner.estimate import Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import resting_bytes
 from tests.parity import Case, on_rank
+from tests.planner.priced_calls import priced_calls
 from tests.pool import run_ranks
 from tests.rehearsal import Rehearsal, rehearse
 from tests.tiers import put_off
@@ -114,5 +115,5 @@ def test_a_plan_has_its_time_and_its_memory() -> None:
     assert more == {at: COPIES * (at not in ("a backward ends", "the update")) for at in moments[0]}
     before, after = (step_bytes(each, each.step_shape(1, 512, 1)) for each in (plan("shard16"), plan("shard16+hpz8")))
     assert {at: sum(after.moments[at].values()) - sum(before.moments[at].values()) for at in more} == more
-    near = sum(call.times for call in copied.calls(0) if call.axis == "node")
-    assert near == 16 and not any(call.axis == "node" for call in plain.calls(0))
+    near = sum(call.times for call in priced_calls(copied, 0) if call.axis == "node")
+    assert near == 16 and not any(call.axis == "node" for call in priced_calls(plain, 0))

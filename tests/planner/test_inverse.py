@@ -23,23 +23,22 @@ def small() -> PriceList:
 def test_the_longest_sequence_of_a_layout_fits_and_a_longer_one_does_not(small: PriceList, text: str) -> None:
     layout, memory = Layout.parse(text), small.cluster.chip.memory_bytes
     found = longest_sequence(small, WORKLOAD, layout)
-    assert found.estimate.layout == layout and found.estimate.verdict == "fits"
-    assert found.estimate.workload.seq_length == found.seq_length and found.seq_length % STEP == 0
-    rows = found.estimate.workload.global_batch_size
-    longer = Step(small, layout, Workload(found.seq_length + STEP, rows))
+    assert found.layout == layout and found.verdict == "fits" and found.workload.seq_length % STEP == 0
+    rows = found.workload.global_batch_size
+    longer = Step(small, layout, Workload(found.workload.seq_length + STEP, rows))
     assert longer.needs > memory * TIGHT
 
 
 def test_the_longest_sequence_of_a_cluster_is_that_of_its_best_layout(small: PriceList) -> None:
     found = longest_sequence(small, WORKLOAD)
-    every = [longest_sequence(small, WORKLOAD, each).seq_length for each in leanest(small, 2048)]
-    assert found.seq_length == max(every)
-    assert found.estimate.layout.cp * found.estimate.layout.tp * found.estimate.layout.pp > 1
+    every = [longest_sequence(small, WORKLOAD, each).workload.seq_length for each in leanest(small, 2048)]
+    assert found.workload.seq_length == max(every)
+    assert found.layout.cp * found.layout.tp * found.layout.pp > 1
 
 
 def test_a_step_keeps_its_tokens_while_it_has_rows_for_all(small: PriceList) -> None:
     found = longest_sequence(small, Workload(2**20, 256), Layout.parse("cp4+full"))
-    assert found.estimate.workload.tokens == pytest.approx(2**28, rel=0.05)
+    assert found.workload.tokens == pytest.approx(2**28, rel=0.05)
 
 
 def test_what_does_not_fit_at_all_is_an_error() -> None:

@@ -262,7 +262,7 @@ def test_the_page_has_a_row_for_each_question() -> None:
         for file in (ROOT / "docs").rglob("*.md")
     }
     assert [name for name, text in pages.items() if re.search(r"^(<{7}|={7}|>{7})", text, re.MULTILINE)] == []
-    options = ["layout", "max-seq-length", "fewest-devices", "price", "write", "html", "json"]
+    options = ["layout", "max-seq-length", "fewest-devices", "write", "html", "json"]
     cells = re.findall(r"^\| (`--.*?) \|", pages["howto/plan.md"], re.MULTILINE)
     assert [name for name in options if " ".join(cells).count(f"`--{name}") != 1] == []
 

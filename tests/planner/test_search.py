@@ -26,7 +26,8 @@ from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import MATMULS, OUTSIDE
 from fivefold.planner.search import ALIKE, NEAR, search, simplicity
 from fivefold.planner.space import Space
-from fivefold.planner.sums import ROUNDING
+from fivefold.planner.sums import ROUNDING, transfer_call
+from tests.planner.priced_calls import priced_calls
 from tests.planner.settings import layouts, prices, sampled
 from tests.tiers import put_off
 
@@ -75,8 +76,8 @@ def test_collectives_are_those_of_the_plan(every: int) -> None:
         _, plan, shape = plan_and_step(price_list, layout, step.busiest)
         planned = [call for call in calls(plan, shape) if call.axis != "pp"]
         sent = {call.bytes for call in calls(plan, shape) if call.axis == "pp"}
-        assert summed(step.calls(step.busiest)) == summed(planned), str(layout)
-        assert sent <= {step.transfer_call.bytes}, str(layout)
+        assert summed(priced_calls(step, step.busiest)) == summed(planned), str(layout)
+        assert sent <= {transfer_call(step.prices).bytes}, str(layout)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_keys_of_slow_links_are_planned_as_they_run(family: str, words: tuple[st
     for text in words:
         step, plan, shape = plan_and_step(prices(family, "2x8xH100"), Layout.parse(text), 0)
         sent = [call for call in calls(plan, shape) if call.axis not in beside]
-        assert summed(call for call in step.calls(0) if call.axis not in beside) == summed(sent), text
+        assert summed(call for call in priced_calls(step, 0) if call.axis not in beside) == summed(sent), text
         planned, items = step_bytes(plan, shape).by_kind, step.memory_of(0).items()
         found = {item: size for item, size in items if item not in (*OUTSIDE, MATMULS)}
         assert found == pytest.approx(planned, rel=0, abs=0.5), text

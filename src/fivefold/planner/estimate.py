@@ -4,7 +4,7 @@ Prices of single layers (`price.py`) are added up to the stages of the pipeline,
 with them. Memory is that of the fullest pipeline rank, time that of the whole step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -18,10 +18,7 @@ from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.flops import Costs
 from fivefold.parallel import legality
-from fivefold.parallel.collectives import Call
 from fivefold.parallel.experts.keys import ExpertKeys
-from fivefold.parallel.fsdp.spec import Sends
-from fivefold.parallel.fsdp.unshards import Unshards, of_slots
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.ranks import RankGrid
@@ -35,10 +32,8 @@ from fivefold.planner.parts import (
     Numbers,
     Prices,
     Seconds,
-    Shard,
     Shards,
     Stages,
-    UnitPrice,
     nothing,
 )
 from fivefold.planner.price import PriceList
@@ -68,9 +63,6 @@ from fivefold.planner.sums import (
     edges_of,
     least_span,
     passes,
-    sum_calls,
-    tied_call,
-    transfer_call,
     transfer_seconds,
 )
 from fivefold.planner.timing import Traits, host_seconds, traffic_seconds
@@ -334,11 +326,6 @@ class Step:
         """Seconds to send hidden states from one pipeline rank to the next."""
         return transfer_seconds(self.price_list, self.prices, self.layout.pp)
 
-    @property
-    def transfer_call(self) -> Call:
-        """One send between pipeline ranks."""
-        return transfer_call(self.prices)
-
     @cached_property
     def grid(self) -> RankGrid:
         return self.price_list.grid(self.layout)
@@ -373,8 +360,9 @@ class Step:
         whys = {
             "host link": "copies of saved activations that outlast compute",
             "matmuls": f"{self.micro_batches} micro batches of {self.layout.micro_batch_size} x {self.tokens} tokens",
-            "host": "Python and launches beyond the device's time", "data": "FSDP's collectives that outlast compute",
-        }  # fmt: skip
+            "host": "Python and launches beyond the device's time",
+            "data": "FSDP's collectives that outlast compute",
+        }
         for name, amount in total.items():
             if amount > 0:
                 yield Item("time", name, amount * self.micro_batches, whys.get(name, ""))
@@ -413,42 +401,6 @@ class Step:
         of gradients over replicas beyond one backward, and the sums over all ranks."""
         backward = self.stages.ranks[self.busiest] @ self.passes[1] * self.traits.overlaps
         return float(self.edges.seconds(backward)) + self.price_list.world_seconds + self.traits.step_seconds
-
-    def calls(self, rank: int) -> Iterator[Call]:
-        """Priced collectives of a pipeline rank, except those between pipeline ranks. These are the calls of its parts
-        in all micro batches, those of its units as often as FSDP gathers and reduces them, and those once a step."""
-        content, own = self.stages.contents[rank], tuple(np.flatnonzero(self.stages.ranks[rank]).tolist())
-        times, of_rank = self._unshards(rank, own), self.shards.of(content)
-        shards = (*self.shards.layers, self.shards.embedding, Shard())
-        for stage in own:
-            counts = self.stages.layers[stage].astype(int).tolist()
-            for part, shard, count in zip(self.prices.parts, shards, counts, strict=True):
-                yield from (replace(call, times=call.times * count * self.micro_batches) for call in part.calls)
-                yield from (call for unit in shard.units for call in self._counted(unit, times[str(stage)], count))
-        yield from (call for unit in of_rank[-1][0].units for call in self._counted(unit, times[""], 1))
-        yield from sum_calls(of_rank)
-        if (tied := tied_call(self.shards, content, self.layout)) is not None:
-            yield tied
-        yield from self.price_list.world_calls
-
-    def _counted(self, unit: UnitPrice, times: Unshards, count: int) -> Iterator[Call]:
-        """Collectives of `count` identical units in a step."""
-        counts: dict[Sends, int] = {
-            "gather": times.forward + times.backward, "near": times.near_forward + times.near_backward,
-            "reduce": times.reductions, "replicas": int(self.layout.dp_replicate > self.layout.copies_apart),
-        }  # fmt: skip
-        for what, calls in unit.calls.items():
-            yield from (replace(call, times=counts[what] * count) for call in calls if counts[what])
-
-    def _unshards(self, rank: int, own: Sequence[int]) -> dict[str, Unshards]:
-        """Unshards of a unit of each stage of a rank, and of the model's own unit, used by the stages at the ends."""
-        content = self.stages.contents[rank]
-        ends = {own[0]} if content.has_embedding and self.shards.tied else set[int]()
-        ends |= {own[-1]} if content.has_head else set()
-        users = {str(stage): frozenset((stage,)) for stage in own} | {"": frozenset(ends)}
-        order = schedule_plan(self.pipeline, self.micro_batches).orders[rank]
-        copied = set(users) - {""} if self.layout.hpz else ()
-        return of_slots(order, users, self.micro_batches, own, self.shards.stage(self.layout.zero), copied)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 

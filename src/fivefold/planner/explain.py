@@ -23,10 +23,11 @@ USEFUL = ("matmuls", "attention")  # time that the model itself needs
 MOST_CURES = 3
 # Tried only if nothing else fits: copies to host memory are slow, and state in fewer bytes is rounded.
 OFFLOADS: tuple[dict[str, Any], ...] = (
-    {"offload_activations": True}, {"offload_optimizer": True},
+    {"offload_activations": True},
+    {"offload_optimizer": True},
     {"offload_activations": True, "offload_optimizer": True},
     {"offload_activations": True, "offload_optimizer": True, "offload_parameters": True},
-)  # fmt: skip
+)
 ROUNDED: tuple[dict[str, Any], ...] = ({"state_dtype": "bf16"}, {"state_dtype": "8bit"})
 MOST_HALVES = 2 * 10**5  # halves of a GiB: a budget that nothing exceeds
 TIMES_NODES = (2, 4, 8, 16, 32, 64)  # factors of the nodes, tried until a layout fits
@@ -147,9 +148,10 @@ def neighbours(prices: PriceList, layout: Layout, estimate: Estimate) -> list[La
     """Legal layouts that need less memory in one respect."""
     limits, world, batch = limits_of(prices.facts), prices.cluster.world, estimate.workload.global_batch_size
     return [
-        candidate for candidate in _changed(layout, prices.cluster)
+        candidate
+        for candidate in _changed(layout, prices.cluster)
         if not legality.violations(candidate, limits, world=world, batch=batch)
-    ]  # fmt: skip
+    ]
 
 
 def _changed(layout: Layout, cluster: Cluster) -> Iterator[Layout]:
@@ -208,7 +210,7 @@ def _what_fits(prices: PriceList, workload: Workload, closest: Estimate) -> Iter
     if closest.cluster.chip.is_guess:
         yield "measure this machine, of whose memory the table is a guess: fivefold calibrate"
     with suppress(UserError):
-        shorter = longest_sequence(prices, workload, closest.layout).seq_length
+        shorter = longest_sequence(prices, workload, closest.layout).workload.seq_length
         yield f"rows of {shorter:,} tokens fit, with {closest.layout}"
     for other in _last_resorts(prices, [closest.layout], workload):
         yield f"{other.layout} fits, with a step of {other.seconds:.3g} s"

@@ -4,7 +4,7 @@ Only memory decides what fits, so these try the layouts that need little of it, 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from fivefold.core.errors import UserError, refuse
@@ -21,16 +21,8 @@ STEP = 1024  # granularity of lengths, in tokens
 BYTES_PER_PARAMETER = 16  # at rest in fp32: the parameter, its gradient, two moments
 
 
-@dataclass(frozen=True)
-class Longest:
-    """The longest row that fits, and its estimate."""
-
-    seq_length: int
-    estimate: Estimate
-
-
-def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | None = None) -> Longest:
-    """Find the longest rows that train on the cluster without being tight, in steps of 1,024 tokens.
+def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | None = None) -> Estimate:
+    """Estimate a step of the longest rows that train on the cluster without being tight, in steps of 1,024 tokens.
 
     A step keeps about the tokens of `workload`: rows that are twice as long are half as many. It has at least the rows
     that a layout (`layout`, or any) needs: one micro batch for each data rank, and as many as a pipeline takes. Raises
@@ -48,7 +40,7 @@ def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | Non
         raise UserError(
             f"{layout or 'no layout'}: {what} does not fit", fix="use more devices, or devices with more memory"
         )
-    return Longest(units * STEP, min(fitting(units * STEP), key=lambda step: step.at_least).estimate())
+    return min(fitting(units * STEP), key=lambda step: step.at_least).estimate()
 
 
 def _legal(prices: PriceList, layout: Layout) -> Layout:
@@ -110,9 +102,10 @@ def lean_step(
     own = prices.repriced(cluster)
     limits, batch = limits_of(own.facts), workload.global_batch_size
     legal = (
-        layout for layout in leanest(own, workload.seq_length, precision)
+        layout
+        for layout in leanest(own, workload.seq_length, precision)
         if not legality.violations(layout, limits, world=cluster.world, batch=batch)
-    )  # fmt: skip
+    )
     steps = (step for layout in legal if (step := Step(own, layout, workload)).needs <= cluster.chip.memory_bytes)
     return min(steps, key=lambda step: step.at_least, default=None)
 

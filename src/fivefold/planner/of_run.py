@@ -173,7 +173,7 @@ def relief(config: RunConfig, cluster: Cluster, facts: ModelFacts, *, rank: int 
     found = [(changed(layout, cure.layout), cure.layout, workload) for cure in cures(lean, own)]
     if len(found) < MOST_CURES:
         with suppress(UserError):
-            length = longest_sequence(lean, workload, layout).seq_length
+            length = longest_sequence(lean, workload, layout).workload.seq_length
             if length < workload.seq_length:
                 found.append((f"data.seq_length={length}", layout, replace(workload, seq_length=length)))
     changes = (Change(text, Step(prices, layout, of).estimate()) for text, layout, of in found)

@@ -126,9 +126,9 @@ def longest(model: Model, cluster: str, workload: Workload, *, layout: str | Non
     A step keeps about the tokens of `workload`. Raises `UserError` if not even 1,024 tokens fit.
     """
     prices = price_list(model, cluster)
-    found = longest_sequence(prices, workload, None if layout is None else Layout.parse(layout))
-    best = found.estimate
-    notes = [f"the longest rows that fit have {found.seq_length:,} tokens", *_positions_told(model, found.seq_length)]
+    best = longest_sequence(prices, workload, None if layout is None else Layout.parse(layout))
+    length = best.workload.seq_length
+    notes = [f"the longest rows that fit have {length:,} tokens", *_positions_told(model, length)]
     return report.PlanReport(
         title=report.title(_named(model, prices), prices.cluster, best.workload),
         rows=(report.ranked(best, best),),

@@ -37,10 +37,11 @@ LATER = ("a layer later", "a layer later in it")
 EXCHANGES = {
     f"{kind} as {moment}": (kind, moment)
     for kind, moments in (
-        ("a gather", ("a backward begins", "the first backward begins", *LATER)), ("a reduction", LATER)
+        ("a gather", ("a backward begins", "the first backward begins", *LATER)),
+        ("a reduction", LATER),
     )
     for moment in moments
-}  # fmt: skip
+}
 
 
 def in_flight_bytes(

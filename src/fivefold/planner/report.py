@@ -79,7 +79,7 @@ class PlanReport(Report[Ranked]):
     failures: Mapping[Layout, Failures] = field(default_factory=dict)
 
     def findings(self) -> Findings:
-        """The ranking and the first layout's items; on the page also drawings of all, and every item."""
+        """The ranking and the first layout's items; on the page also drawings of all."""
         sections = [
             Section([Notes(self.notes, is_list=True)], self.title, On.TERMINAL),
             Section([Notes([f"{note}." for note in self.notes], is_list=True)], on=On.PAGE),
@@ -117,8 +117,6 @@ class PlanReport(Report[Ranked]):
         )
         if pipeline := _pipeline(self.timeline):
             yield Section([Plot(pipeline, pipeline.says)], pipeline.title, On.PAGE)
-        units = Notes(["Seconds of a step; GiB of memory."], "soft")
-        yield Section([_items(self.estimates), units], "Item by item", On.PAGE)
 
 
 def _table(ranking: Sequence[Ranked], *, numbered: bool = False) -> Table:
@@ -162,7 +160,7 @@ def _heads(estimate: Estimate) -> dict[str, str]:
     return {
         "time": f"a step of {estimate.layout}: {seconds_text(estimate.step_seconds)} s ({low} to {high})",
         "memory": f"the fullest device: {taken} of {estimate.cluster.chip.memory_gib:g} GiB{of_rank}",
-    }  # fmt: skip
+    }
 
 
 def _lines(estimate: Estimate, part: str) -> list[str]:
@@ -270,11 +268,12 @@ def assumed(estimate: Estimate) -> dict[str, str]:
         "matmuls": f"{chip.name} with large matmuls at {_rate(rate, 1e12)} TFLOP/s",
         "links inside a node": f"{inside.kind} {_rate(inside.bytes_per_second, 1e9)} GB/s",
         "links between nodes": f"{between.kind} {_rate(between.bytes_per_second, 1e9)} GB/s a device"
-        if cluster.nodes > 1 else "",
+        if cluster.nodes > 1
+        else "",
         "rows": "rows of one document",
         "routing": "even routing",
         "efficiencies": guessed(chip),
-    }  # fmt: skip
+    }
     return {name: says for name, says in found.items() if says}
 
 
@@ -347,21 +346,3 @@ def _pipeline(found: Mapping[str, Any] | None) -> Figure | None:
     figure = timeline("The first layout's pipeline", found, unit="s")
     drawn, there = found["drawn"], found["micro_batches"]
     return figure if drawn == there else replace(figure, says=f"with {drawn} of the {there} micro batches of a step")
-
-
-def _items(estimates: Sequence[Estimate]) -> Table:
-    """Each item of time and memory, and its amount under each layout."""
-    rows = []
-    for part in ("time", "memory"):
-        by_item = [{row.item: row.amount for row in estimate.rows if row.part == part} for estimate in estimates]
-        for name in dict.fromkeys(name for items in by_item for name in items):
-            amounts = [items.get(name, 0.0) for items in by_item]
-            texts = [_seconds(amount) if part == "time" else f"{amount / GIB:.2f}" for amount in amounts]
-            rows.append(Row([Cell(text) for text in (part, name, *texts)]))
-    numbers = [Column(f"{number}", "n") for number in range(1, len(estimates) + 1)]
-    return Table([Column(""), Column("item", "name"), *numbers], rows, look="matrix")
-
-
-def _seconds(amount: float) -> str:
-    """Format seconds. Less than a microsecond is a remainder of the sums: 0."""
-    return f"{amount:.3g} s" if amount >= 1e-6 else "0 s"

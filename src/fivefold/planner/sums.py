@@ -15,7 +15,7 @@ from fivefold.core.schedule import Kind
 from fivefold.hardware.cluster import Span
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.outer import spec as outer
+from fivefold.parallel.outer.spec import mean_calls
 from fivefold.parallel.ranks import Axis
 from fivefold.planner.flow import Gathers
 from fivefold.planner.parts import Content, LayerPrice, Numbers, Prices, Shard, Shards, Stages
@@ -228,7 +228,7 @@ def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: La
 def _outer_seconds(price_list: PriceList, layout: Layout, shards: Shards, held: float, replicas: Span) -> float:
     """Seconds of an outer step: the mean over replicas, and SGD with momentum on the outer weights."""
     width, cluster = shards.shape.master_bytes, price_list.cluster
-    mean = outer.mean_calls(int(held), layout.copies_apart, width)
+    mean = mean_calls(int(held), layout.copies_apart, width)
     update = traffic_seconds(cluster.chip, OUTER_TRAFFIC * int(held) * width)
     return sum(collective_seconds(cluster, replicas, call) for call in mean) + float(update)
 
