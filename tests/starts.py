@@ -9,10 +9,11 @@ from multiprocessing import util
 from typing import Any
 
 # What a unit test may start: the compilers of kernels, which the first that needs one starts, and the process that
-# tries what they made; git; uname, which `platform` asks once; the tracker of `multiprocessing`; and the process that
-# reads a tokenizer's folder, where no test has it read here (`tests/conftest.py`).
+# tries what they made; nm, which reads a library; git; uname, which `platform` asks once; the tracker of
+# `multiprocessing`; and the process that reads a tokenizer's folder, where no test has it read here
+# (`tests/conftest.py`).
 ALLOWED = re.compile(
-    r"(^|/)(cc|gcc|g\+\+|c\+\+|clang|ld|ldconfig|ptxas|git|uname)( |$)"
+    r"(^|/)(cc|gcc|g\+\+|c\+\+|clang|ld|ldconfig|nm|ptxas|git|uname)( |$)"
     r"|resource_tracker|tokenizer_probe\.py|attention_tried"
 )
 EVENTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"}

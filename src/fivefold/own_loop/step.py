@@ -27,9 +27,9 @@ from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import passes
 from fivefold.parallel.alike import check_alike, on_every_rank
 from fivefold.parallel.loss.own import LossFunction
+from fivefold.training import step
 from fivefold.training.inputs import evaluating, to_device
 from fivefold.training.step import StepResult, all_reduce_sum, clip_, mean_loss, squared_norm
-from fivefold.training.step import train_step as step
 
 
 def train_step(
@@ -73,7 +73,7 @@ def train_step(
             )
 
     own = some(micro_batches(model, batch, also=ready_to_step, has_columns=loss is not None))
-    result = step(
+    result = step.train_step(
         model, optimizer, own, learning_rate=learning_rate, max_grad_norm=max_grad_norm or 0.0,
         loss=own_loss(model, loss, own),
     )  # fmt: skip
@@ -195,8 +195,9 @@ def generate(
     # Otherwise ranks would draw different tokens, or one would stop early and leave the others waiting.
     check_alike(
         lambda: {"the prompt": ids.tolist(), **options, "eos_token_ids": ends},
-        fix="every rank passes the same: all compute it", more=READ_MORE,
-    )  # fmt: skip
+        fix="every rank passes the same: all compute it",
+        more=READ_MORE,
+    )
     tokens, pieces, stream = list[int](), list[str](), StoppedText(tokenizer, stop)
     with ready(model):
         for token in decode(model, ids, eos_token_ids=ends, **options):
