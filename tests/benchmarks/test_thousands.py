@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import fivefold as ff
 from fivefold.checkpoint import Manifest
-from fivefold.checkpoint.manifest import NAME, read_manifest
+from fivefold.checkpoint.manifest import MANIFEST, read_manifest
 from fivefold.models.build import use_our_attention
 from fivefold.models.config_facts import facts_of_config
 from fivefold.models.discover import facts_of
@@ -50,7 +50,7 @@ def test_a_checkpoint_has_the_slices_that_are_counted(tmp_path: Path, subtests: 
             assert counted["slices"] == len(slices)
             assert counted["files"] == len([*folder.glob("*.safetensors")])
             assert not any(record.instead for kind in manifest.tensors.values() for record in kind.values())
-            assert 0 < (folder / NAME).stat().st_size - counted["manifest_bytes"] < 2000  # settings, and model/
+            assert 0 < (folder / MANIFEST).stat().st_size - counted["manifest_bytes"] < 2000  # settings, and model/
             tensors = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             assert counted["checkpoint_bytes"] == pytest.approx(tensors, rel=0.1)  # headers of small files
 

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fivefold.checkpoint import CorruptCheckpoint, Remote
 from fivefold.checkpoint.find import candidates, find_checkpoint
 from fivefold.checkpoint.load import is_valid
-from fivefold.checkpoint.manifest import NAME, read_manifest
+from fivefold.checkpoint.manifest import MANIFEST, read_manifest
 from fivefold.config import RunConfig
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.run_folder import step_folder
@@ -42,7 +42,7 @@ def copy(folder: Path, remote: Remote, keep: int) -> None:
     manifest = read_manifest(folder)
     remote.withdraw(folder.name)
     remote.put(folder, manifest.files)
-    remote.put(folder, [NAME])
+    remote.put(folder, [MANIFEST])
     remote.retain(folder.name, keep)
 
 

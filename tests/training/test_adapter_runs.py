@@ -20,7 +20,7 @@ from fivefold.core.errors import RunFailed, UserError
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.parallel.adapters.by_hand import in_nf4
 from fivefold.parallel.adapters.facts import Target
-from fivefold.parallel.adapters.peft_folder import CONFIG, WEIGHTS, PeftFolder, config_of, names_in_peft
+from fivefold.parallel.adapters.peft_folder import PEFT_CONFIG, WEIGHTS, PeftFolder, config_of, names_in_peft
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.adapters.sources import Merged
 from fivefold.parallel.apply import parallelize
@@ -192,7 +192,7 @@ def test_a_folder_of_another_adapter_is_refused(tmp_path: Path, key: str, value:
     """Of `peft`, which would change the base that it is beside (PiSSA), or leave it out at some tokens."""
     lora = Lora(rank=4, alpha=16)
     about = config_of(lora, ["q_proj"], [], base="base", is_transposed=False)
-    (tmp_path / CONFIG).write_text(json.dumps(about | {key: value}))
+    (tmp_path / PEFT_CONFIG).write_text(json.dumps(about | {key: value}))
     with pytest.raises(UserError, match=f"{key} is .* which is not built"):
         PeftFolder(tmp_path, lora, [])
 
@@ -200,7 +200,7 @@ def test_a_folder_of_another_adapter_is_refused(tmp_path: Path, key: str, value:
 def test_matrices_that_are_no_floating_point_numbers_are_refused(tmp_path: Path) -> None:
     lora, target = Lora(rank=4, alpha=16), Target("model.layers.0.self_attn.q_proj", 11, 13)
     about = config_of(lora, ["q_proj"], [], base="base", is_transposed=False)
-    (tmp_path / CONFIG).write_text(json.dumps(about))
+    (tmp_path / PEFT_CONFIG).write_text(json.dumps(about))
     shapes = {named: target.shapes(4)[name] for name, named in names_in_peft([target]).items()}
     for dtype in (torch.bfloat16, torch.int32):
         save_file({name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()}, tmp_path / WEIGHTS)

@@ -28,7 +28,7 @@ from fivefold.generation.run import generate
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import open_weights
-from fivefold.parallel.adapters.peft_folder import CONFIG, WEIGHTS
+from fivefold.parallel.adapters.peft_folder import PEFT_CONFIG, WEIGHTS
 from fivefold.training import agreed
 from tests.pool import run_ranks
 from tests.tiers import put_off
@@ -68,7 +68,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_loss.py").write_text(LOSS)
     (folder / "adapter").mkdir()
     about = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
-    (folder / "adapter" / CONFIG).write_text(json.dumps(about))
+    (folder / "adapter" / PEFT_CONFIG).write_text(json.dumps(about))
     save_file({"a": torch.ones(3)}, folder / "adapter" / WEIGHTS)
     return folder
 
@@ -152,8 +152,8 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         f"adapter.path adapter: weights: {WEIGHTS}: a is ",
     ),
     "the settings of the adapter": (
-        lambda node: edited(node / "adapter" / CONFIG, lora_alpha=8), LORA | {"adapter__path": "adapter"},
-        f"adapter.path adapter: {CONFIG}: lora_alpha is 4{ON}8",
+        lambda node: edited(node / "adapter" / PEFT_CONFIG, lora_alpha=8), LORA | {"adapter__path": "adapter"},
+        f"adapter.path adapter: {PEFT_CONFIG}: lora_alpha is 4{ON}8",
     ),
     "the reference": (
         lambda node: model(node / "reference", 7), DPO | {"objective__reference": "reference"},

@@ -48,7 +48,14 @@ from fivefold.models.origin import copied
 from fivefold.models.recipe import stored_buffers
 from fivefold.parallel.adapters.facts import targets_of
 from fivefold.parallel.adapters.merge_check import MergeCheck, Stored, check_merged
-from fivefold.parallel.adapters.peft_folder import CONFIG, WEIGHTS, base_name, config_beside, names_in_peft, to_peft
+from fivefold.parallel.adapters.peft_folder import (
+    PEFT_CONFIG,
+    WEIGHTS,
+    base_name,
+    config_beside,
+    names_in_peft,
+    to_peft,
+)
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.adapters.sources import InNf4, Merged, transposed_modules
 
@@ -276,7 +283,7 @@ def _files(source: WholeTensors, known: Known, file_bytes: int) -> Iterator[list
 
 # ---- adapters: a folder of `peft`, or merged into the weights of their base ------------------------------------------
 
-_FILES = frozenset({CONFIG, WEIGHTS, CARD})
+_FILES = frozenset({PEFT_CONFIG, WEIGHTS, CARD})
 
 
 def adapter_of(checkpoint: Checkpoint) -> "CheckpointAdapter | None":
@@ -364,7 +371,7 @@ def write_peft(
     there = set(out.iterdir()) if out.is_dir() else set()
     ours = [*(out / name for name in _FILES), *tokenizer_files(out), *copied(out)]
     into = into and out.is_dir()
-    is_adapter = out / CONFIG in there and there <= {*ours, *(path.parent for path in ours)}
+    is_adapter = out / PEFT_CONFIG in there and there <= {*ours, *(path.parent for path in ours)}
     if not into and out.exists() and (not out.is_dir() or there) and not (force and is_adapter):
         raise UserError(f"{out} exists and is not empty", fix="name a new folder; --force replaces an adapter")
     targets = targets_of(facts_of(model), lora)
@@ -372,7 +379,7 @@ def write_peft(
     tensors = {named[name]: to_peft(name, cast(name, source.whole(name), dtype)) for name in source.ordered}
     with beside(out) as temporary:
         save_tensors(tensors, temporary / WEIGHTS)
-        (temporary / CONFIG).write_bytes(json_text(config_beside(lora, targets, model, base)))
+        (temporary / PEFT_CONFIG).write_bytes(json_text(config_beside(lora, targets, model, base)))
         write(files or {}, temporary)
         if into:
             for path in sorted(temporary.iterdir()):

@@ -18,7 +18,7 @@ from xxhash import xxh3_128
 
 from fivefold.checkpoint.cut import WEIGHT
 from fivefold.checkpoint.load import Checkpoint
-from fivefold.checkpoint.manifest import NAME, CorruptCheckpoint, Manifest, read_manifest
+from fivefold.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, read_manifest
 from fivefold.core import files
 from fivefold.core.best import Best, retained
 from fivefold.core.cache import cache_root, entry, key_of
@@ -151,7 +151,7 @@ class Remote:
         """The steps with a copied manifest, ascending."""
         with self._answers():
             self._fs.invalidate_cache()
-            return [step for step in self._begun() if self._fs.exists(self._path(step, NAME))]
+            return [step for step in self._begun() if self._fs.exists(self._path(step, MANIFEST))]
 
     def put(self, folder: Path, names: Iterable[str]) -> None:
         """Copy these files of a step's local folder and compare the copies with the originals."""
@@ -168,13 +168,13 @@ class Remote:
     def withdraw(self, name: str) -> None:
         """Remove a step's manifest before its files are copied again, so that it no longer counts."""
         with self._answers():
-            if self._fs.exists(f"{self._root}/{name}/{NAME}"):
-                self._fs.rm_file(f"{self._root}/{name}/{NAME}")
+            if self._fs.exists(f"{self._root}/{name}/{MANIFEST}"):
+                self._fs.rm_file(f"{self._root}/{name}/{MANIFEST}")
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a step's copy. Raises `CorruptCheckpoint`."""
         with self._answers():
-            content = self._fs.cat_file(self._path(step, NAME))
+            content = self._fs.cat_file(self._path(step, MANIFEST))
         return Manifest.from_json(content.decode(errors="replace"), where=self.where(step))
 
     def fetch(self, step: int, directory: Path) -> Path:
@@ -185,7 +185,7 @@ class Remote:
         files.make_folder(directory)
         files.remove(beside)
         with self._answers():
-            for name in (*self.manifest(step).files, NAME):
+            for name in (*self.manifest(step).files, MANIFEST):
                 (beside / name).parent.mkdir(parents=True, exist_ok=True)
                 self._fs.get_file(self._path(step, name), str(beside / name))
                 with (beside / name).open("rb") as file:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fivefold.checkpoint import shard
 from fivefold.checkpoint.cut import OPTIMIZER, WEIGHT, file_of
 from fivefold.checkpoint.load import scalar_types
-from fivefold.checkpoint.manifest import NAME, CorruptCheckpoint, read_description
+from fivefold.checkpoint.manifest import MANIFEST, CorruptCheckpoint, read_description
 from fivefold.checkpoint.records import Part
 from fivefold.checkpoint.save import Metadata, Snapshot, collect, manifest_of, scalars_of, types_of_all, write_part
 from fivefold.core.kept_steps import KeptStep, part_file
@@ -207,7 +207,7 @@ def _described(folder: Path, kept: KeptStep, names: Iterable[str]) -> dict[str, 
 def _checked(folder: Path, text: str, received: Iterable[str]) -> str:
     """Write the manifest, and compare the files received with it. Returns what is wrong."""
     try:
-        (folder / NAME).write_text(text, encoding="utf-8")
+        (folder / MANIFEST).write_text(text, encoding="utf-8")
         manifest = read_description(folder)
         for file in manifest.files.keys() & {*received}:
             held = manifest.held(file)

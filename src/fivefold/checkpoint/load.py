@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fivefold.checkpoint import shard
 from fivefold.checkpoint.cut import WEIGHT, Box, file_of, key_of
 from fivefold.checkpoint.manifest import CorruptCheckpoint, Manifest, problem, read_description, read_manifest
-from fivefold.checkpoint.model_folder import FOLDER
+from fivefold.checkpoint.model_folder import MODEL_FOLDER
 from fivefold.checkpoint.records import Slice, TensorRecord
 from fivefold.core.errors import UserError
 from fivefold.core.optimizers import SCALE
@@ -74,11 +74,13 @@ class Checkpoint:
     @property
     def model_folder(self) -> Path:
         """Config, tokenizer and generation config: a Hugging Face folder without its weights."""
-        return self.path / FOLDER
+        return self.path / MODEL_FOLDER
 
     def model_files(self) -> dict[str, bytes]:
         """Contents of the files of the model folder that the manifest names, by their paths in it."""
-        names = (Path(file).relative_to(FOLDER) for file in self.manifest.files if file.startswith(f"{FOLDER}/"))
+        names = (
+            Path(file).relative_to(MODEL_FOLDER) for file in self.manifest.files if file.startswith(f"{MODEL_FOLDER}/")
+        )
         return {name.as_posix(): (self.model_folder / name).read_bytes() for name in sorted(names)}
 
     @property

@@ -35,7 +35,7 @@ from fivefold.core import strict_json
 from fivefold.core.errors import UserError
 from fivefold.core.text import listed
 
-NAME = "manifest.json"
+MANIFEST = "manifest.json"
 FORMAT = "fivefold-checkpoint"
 VERSION = 2
 MOST_BYTES = 2**30  # limit for a manifest; one of version 1 took 150 MB for 500,000 slices
@@ -215,7 +215,7 @@ def read_description(folder: Path) -> Manifest:
         raise UserError(
             f"{folder} is a link to {os.readlink(folder)}, which is not there", fix="mount it, or remove the link"
         )
-    path = folder / NAME
+    path = folder / MANIFEST
     try:
         if path.stat().st_size > MOST_BYTES:
             raise CorruptCheckpoint(f"{path} is larger than any manifest: {path.stat().st_size:,} bytes")

@@ -26,7 +26,7 @@ from fivefold.core.interrupts import sigterm_raises
 from fivefold.data.tokenizer import tokenizer_files
 from fivefold.models.origin import Origin
 
-FOLDER = "model"
+MODEL_FOLDER = "model"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 ORIGIN = "origin.json"  # only in checkpoints: the dtype, the hub id and the licence of the starting model
 OF_MODEL = frozenset({CONFIG, GENERATION, ORIGIN})  # of no use next to an adapter

@@ -27,7 +27,7 @@ from fivefold.checkpoint import model_folder, shard
 from fivefold.checkpoint.cut import WEIGHT, Cut, box, file_of, key_of, placed
 from fivefold.checkpoint.find import Remote
 from fivefold.checkpoint.load import SCALARS, is_valid, scalar_types
-from fivefold.checkpoint.manifest import NAME, Manifest, read_manifest
+from fivefold.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from fivefold.checkpoint.records import DTYPES, FileRecord, Part, TensorRecord, joined
 from fivefold.checkpoint.staging import Staging
 from fivefold.config import RunConfig
@@ -217,7 +217,7 @@ class Saver:
 
         def publish() -> None:
             self._room.stat()
-            error = next(filter(None, errors), None) or _copy_error(remote, published, [NAME])
+            error = next(filter(None, errors), None) or _copy_error(remote, published, [MANIFEST])
             if error:
                 raise RunFailed(f"{published} is saved, but not copied: {error.what}", fix=error.fix)
             remote.retain(step, self._keep, about.best, about.keep_best)
@@ -407,7 +407,7 @@ def _start(beside: Path, published: Path, *, abandoned: Sequence[Path] | None = 
     if not overwrite and is_valid(published):
         or_else = "" if abandoned is None else ", or replace it: overwrite=True"  # a run never rewrites its steps
         raise UserError(f"{published} is published already", fix=f"name a new folder{or_else}")
-    is_ours = (published / NAME).exists() or abandoned is None
+    is_ours = (published / MANIFEST).exists() or abandoned is None
     if published.exists() and not is_ours and (not published.is_dir() or any(published.iterdir())):
         raise UserError(f"{published} is no checkpoint, and not empty", fix="name a new folder")
     directory = published.parent
@@ -431,7 +431,7 @@ def standing(published: Path, beside: Path | None = None) -> Path:
     if os.path.lexists(published):
         return published
     aside = _damaged(beside or published)
-    return aside if (aside / NAME).exists() else published
+    return aside if (aside / MANIFEST).exists() else published
 
 
 def _told(folder: Path, snapshot: Snapshot, rank: int) -> dict[str, Any]:
@@ -483,7 +483,7 @@ def _publish(
                 raise OSError(part["error"])
         parts = [Part.from_tree(part) for part in told]
         manifest = manifest_of(snapshot, parts, _write_texts(beside, snapshot.texts))
-        files.write(beside / NAME, [manifest.to_json().encode()])
+        files.write(beside / MANIFEST, [manifest.to_json().encode()])
         files.sync_folder(beside)
         read_manifest(beside)
     except (OSError, ValueError, TypeError) as error:
@@ -519,7 +519,7 @@ def _texts(model: nn.Module, about: Metadata) -> dict[str, bytes]:
         came_in=dtype_name(getattr(model.config, "dtype", None)),
         origin=getattr(model, "origin", None),
     )
-    return texts | {f"{model_folder.FOLDER}/{name}": content for name, content in model_files.items()}
+    return texts | {f"{model_folder.MODEL_FOLDER}/{name}": content for name, content in model_files.items()}
 
 
 def dtype_name(dtype: torch.dtype | str | None) -> str | None:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from fivefold.checkpoint.agreement import base_source, check_base
 from fivefold.checkpoint.find import find_checkpoint, is_remote
 from fivefold.checkpoint.load import Checkpoint
-from fivefold.checkpoint.manifest import NAME as MANIFEST
-from fivefold.checkpoint.model_folder import FOLDER as MODEL_FOLDER
+from fivefold.checkpoint.manifest import MANIFEST
+from fivefold.checkpoint.model_folder import MODEL_FOLDER
 from fivefold.config import RunConfig
 from fivefold.core.alike import digests, program
 from fivefold.core.cache import cache_root, say_aloud
@@ -30,8 +30,7 @@ from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, config_values, load_model_config, weights_folder, without_dropout
 from fivefold.models.discover import facts_of
 from fivefold.models.sources import TensorSource, folder_digests, open_weights
-from fivefold.parallel.adapters.peft_folder import CONFIG as PEFT_CONFIG
-from fivefold.parallel.adapters.peft_folder import adapter_digests, lora_of, with_peft_folder
+from fivefold.parallel.adapters.peft_folder import PEFT_CONFIG, adapter_digests, lora_of, with_peft_folder
 from fivefold.parallel.adapters.sources import Layered
 from fivefold.parallel.alike import check_alike
 from fivefold.parallel.apply import parallelize

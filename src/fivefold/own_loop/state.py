@@ -14,7 +14,7 @@ from fivefold.checkpoint import Checkpoint, Metadata, find_checkpoint
 from fivefold.checkpoint.cut import WEIGHT
 from fivefold.checkpoint.live import export_live, gathered
 from fivefold.checkpoint.load import restore
-from fivefold.checkpoint.manifest import NAME as MANIFEST
+from fivefold.checkpoint.manifest import MANIFEST
 from fivefold.checkpoint.save import standing
 from fivefold.core.alike import digests
 from fivefold.core.errors import UserError

@@ -32,8 +32,7 @@ from fivefold.parallel.loss.tasks import TopLogProbs
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
-from fivefold.training import checks
-from fivefold.training import preference as preferences
+from fivefold.training import checks, preference
 from fivefold.training import step as training
 from fivefold.training.inputs import check_loss, evaluating, loss_at, to_device
 from fivefold.training.objectives import Objective
@@ -237,9 +236,9 @@ class Proof:
             self.case.desirable_weight, self.case.undesirable_weight,
         )  # fmt: skip
         table = self.case.compared_with()
-        spec = preferences.ObjectiveSpec(objective, table if objective.needs_reference else None)
-        sums = torch.from_numpy(preferences.table(self.model, batch, len(table)))
-        metrics = preferences.mean_over_pairs(self.model, batch, spec)[1]
+        spec = preference.ObjectiveSpec(objective, table if objective.needs_reference else None)
+        sums = torch.from_numpy(preference.table(self.model, batch, len(table)))
+        metrics = preference.mean_over_pairs(self.model, batch, spec)[1]
         loss = training.accumulate(self.model, batch, spec=spec)
         found = {
             "log-probabilities": sums, "loss": loss.reshape(1).cpu(),

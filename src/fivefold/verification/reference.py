@@ -25,14 +25,14 @@ from fivefold.core.optimizers import kept_in
 from fivefold.data.batch import Piece
 from fivefold.models import hf_internals
 from fivefold.models.experts import router_buffers
-from fivefold.parallel.adapters import by_hand as adapter_by_hand
+from fivefold.parallel.adapters.by_hand import Drawn, put_adapter
 from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.balance.runtime import movable_biases
-from fivefold.parallel.fp8 import by_hand as matmuls_by_hand
+from fivefold.parallel.fp8.by_hand import put_matmuls
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, master_dtype
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.loss.own import LossRow
-from fivefold.parallel.nodes import by_hand as wire_by_hand
+from fivefold.parallel.nodes.by_hand import Reductions, Senders, senders, sent
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.training.inputs import loss_at
 from fivefold.training.optimizers import Weights, rule_for
@@ -72,8 +72,8 @@ class ReferenceRun:
             self.model = copy.deepcopy(self.master)
         self.loss = loss_at(case.loss) if case.loss else None
         self.layout, self.facts = layout, adapted(plan.facts, case.adapter) if plan is not None else None
-        self.reductions = wire_by_hand.Reductions(self.master, {})  # of the current batch
-        self.scales = matmuls_by_hand.put(self.model, plan) if plan else []
+        self.reductions = Reductions(self.master, {})  # of the current batch
+        self.scales = put_matmuls(self.model, plan) if plan else []
         factor = case.capacity_factor
         self.drops = None if factor is None else Drops(self.model, factor)
         self.draws = Draws(self.model, case.seed, case.neftune_noise_alpha) if self._has_dropout() else None
@@ -93,8 +93,8 @@ class ReferenceRun:
         else:
             found = copy.deepcopy(model).to(dtype)
         if self.case.adapter is not None:
-            drawn = adapter_by_hand.Drawn(self.case.folder, self.case.adapter, self.case.seed)
-            adapter_by_hand.put(found, self.case.adapter, drawn.values, self.compute_dtype)
+            drawn = Drawn(self.case.folder, self.case.adapter, self.case.seed)
+            put_adapter(found, self.case.adapter, drawn.values, self.compute_dtype)
         if dict(noise(found.config.get_text_config().to_dict())):
             hf_internals.select_attention(found, "eager")  # which calls F.dropout
         return found.eval()
@@ -220,8 +220,8 @@ class ReferenceRun:
         if self.model is not self.master:
             with torch.no_grad():
                 for mine, kept in zip(self.model.parameters(), self.master.parameters(), strict=True):
-                    sent = wire_by_hand.sent if self.codes_gathers else Tensor.to
-                    mine.copy_(sent(kept, self.compute_dtype))
+                    cast = sent if self.codes_gathers else Tensor.to
+                    mine.copy_(cast(kept, self.compute_dtype))
                 for name in router_buffers(self.master):
                     self.model.get_buffer(name).copy_(self.master.get_buffer(name))
 
@@ -318,14 +318,14 @@ class ReferenceRun:
 
     def _begin_reductions(self, documents: Documents) -> None:
         """Begin the gradients of a batch."""
-        senders: wire_by_hand.Senders = {}
+        by_parameter: Senders = {}
         if self.layout is not None and self.facts is not None:
             shared = [
                 row_numbers(documents, self.layout, rank, self.case.row_length, balance=self.case.balance_rows)
                 for rank in range(self.layout.data_ranks)
             ]
-            senders = wire_by_hand.senders(self.facts, self.layout, shared)
-        self.reductions = wire_by_hand.Reductions(self.master, senders)
+            by_parameter = senders(self.facts, self.layout, shared)
+        self.reductions = Reductions(self.master, by_parameter)
 
     def _collect(self, row: int) -> None:
         """Add the gradients of the model that computes, of a document of `row`, to those of its master weights."""

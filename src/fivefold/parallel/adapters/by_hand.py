@@ -58,7 +58,7 @@ class _Held(nn.Module):
             self.register_parameter(name, nn.Parameter(value.clone()))
 
 
-def put(model: Any, lora: Lora, values: Mapping[str, Tensor], compute: torch.dtype) -> None:
+def put_adapter(model: Any, lora: Lora, values: Mapping[str, Tensor], compute: torch.dtype) -> None:
     """Add an adapter to the linears and the experts of `model`. Everything else is frozen, and rounded to the compute
     dtype."""
     scale = lora.scale

@@ -25,7 +25,7 @@ from fivefold.parallel.adapters.facts import A, B, Target, targets_of
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.adapters.sources import Layered, experts, linears
 
-CONFIG, WEIGHTS = ADAPTER, "adapter_model.safetensors"
+PEFT_CONFIG, WEIGHTS = ADAPTER, "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Config keys -> the supported values; others ask for features that are not built.
 _PLAIN: dict[str, Any] = {
@@ -121,7 +121,7 @@ def adapter_digests(path: str | Path) -> dict[str, Any]:
     """The config of the adapter in a folder, and digests of its tensors. Raises `UserError`."""
     folder = Path(path)
     is_whole = (folder / WEIGHTS).is_file()  # otherwise its reader says so, after what its config says
-    return {CONFIG: _read_config(folder), **({"weights": folder_digests(folder, WEIGHTS)} if is_whole else {})}
+    return {PEFT_CONFIG: _read_config(folder), **({"weights": folder_digests(folder, WEIGHTS)} if is_whole else {})}
 
 
 class PeftFolder(TensorSource):
@@ -176,10 +176,10 @@ def _from_peft(name: str, file: Any, shape: tuple[int, ...], region: Region) -> 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        return dict(strict_json.read(folder / CONFIG))
+        return dict(strict_json.read(folder / PEFT_CONFIG))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"{folder} holds no adapter: {error}", fix=f"name a folder with {CONFIG} and {WEIGHTS}"
+            f"{folder} holds no adapter: {error}", fix=f"name a folder with {PEFT_CONFIG} and {WEIGHTS}"
         ) from error
 
 

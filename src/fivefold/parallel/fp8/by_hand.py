@@ -124,7 +124,7 @@ def linear(
     return out if bias is None else out + bias
 
 
-def put(model: nn.Module, plan: ParallelPlan) -> list[Amax]:
+def put_matmuls(model: nn.Module, plan: ParallelPlan) -> list[Amax]:
     """Make the linears and experts of `model` that `plan` has in fp8 multiply by its recipe; their classes stay.
     Returns the state of delayed scaling; call `end_step` of each after every update of the weights."""
     fp8 = plan.feature(Fp8Plan)
