@@ -31,9 +31,9 @@ from fivefold.config import OptimizerSection
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
+from fivefold.parallel.features import limits_of
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.legality import violations
-from fivefold.parallel.limits import limits_of
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import LEARNING_RATE, WEIGHT_DECAY, ProofCase, rows_for

@@ -16,6 +16,7 @@ from unittest.mock import patch
 from fivefold.parallel.adapters.settings import Lora, nf4_bytes
 from fivefold.parallel.features import edits
 from fivefold.parallel.fsdp.spec import FsdpPlan
+from fivefold.parallel.graphs.runtime import Compiled
 from fivefold.parallel.memory import step_bytes
 from tests.pool import collect_what_is_new, forks
 
@@ -136,7 +137,7 @@ def _steps(case: Rehearsal) -> Seen:
                 )
             assert not result.skipped
             graphs.append(counters["stats"]["unique_graphs"])
-    compiled = state_of(model).compiled
+    compiled = state_of(model).live(Compiled)
     shape = step.step_shape(model, *batch[0].input_ids.shape, len(batch), batch=batch)
     unlike = _unlike_plan(model) + ([] if case.compiled else _unlike_calls(model, shape, sent))
     over_tp = _over_tp(watch, model, shape) if case.aot else ({}, {})

@@ -48,7 +48,8 @@ FOLDS = {"tensor", "context", "pipeline", "experts", "balance", "partition", "cp
 
 # Files that name fp8 outside of its folder.
 NAME_FP8 = {
-    *(f"parallel/{name}.py" for name in ("apply", "features", "layout", "lower", "state")),  # lists of all
+    *(f"parallel/{name}.py" for name in ("features", "layout", "lower")),  # lists of all
+    "parallel/linears/runtime.py",  # products of linears
     "planner/price.py",  # keys that make no difference to a layer
     *("training/header.py", "verification/reference.py"),  # the same: lines of a header, what a reference does by hand
     "parallel/adapters/spec.py",  # a rule of the reference's pages, in words

@@ -14,7 +14,7 @@ from fivefold.checkpoint.live import gathered
 from fivefold.config import BalanceSection, RunConfig
 from fivefold.core.model_limits import CPMethod
 from fivefold.data.batch import IGNORE
-from fivefold.parallel.balance.runtime import BIAS, BalanceOptions, configure
+from fivefold.parallel.balance.runtime import BIAS, Balance, BalanceOptions, configure
 from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.state import state_of
 from fivefold.parallel.tensor.runtime import TensorParallel
@@ -37,7 +37,7 @@ def balanced(case: Case, options: BalanceOptions) -> dict[str, Any]:
     def build_with(each: Case) -> Any:
         models.append(build(each))
         state = state_of(models[0])
-        configure(models[0], state.balance, options, state.placement.buffers)
+        configure(models[0], state.live(Balance), options, state.placement.buffers)
         return models[0]
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ def biases_of(
     """What the routers keep, whole, before and after a step."""
     model = build(case)
     state = state_of(model)
-    configure(model, state.balance, options, state.placement.buffers)
+    configure(model, state.live(Balance), options, state.placement.buffers)
     for name, buffer in model.named_buffers():
         if name in state.placement.buffers:
             buffer.copy_(torch.arange(buffer.numel()) + 0.25)

@@ -102,7 +102,7 @@ def first_gradients(case: Case) -> tuple[float, list[Any], int]:
         loss = gradients(model, batch, torch.tensor(1.0 / targets, dtype=torch.float64))
     found = pieces(model, {name: gradient(parameter) for name, parameter in model.named_parameters()})
     state = state_of(model)
-    assert state.compiled is None or not state.compiled.given_up
+    assert not state.live(Compiled).given_up
     return float(loss), found, numbers[0]
 
 

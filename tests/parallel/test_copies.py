@@ -23,10 +23,10 @@ from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.dtypes import master_dtype
 from fivefold.parallel.fsdp import copies
 from fivefold.parallel.fsdp import spec as fsdp_plan
 from fivefold.parallel.fsdp.copies import Copies
-from fivefold.parallel.fsdp.runtime import master_dtype
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.state import state_of
@@ -52,7 +52,8 @@ def trained(case: Case, which: str, backend: str = "") -> dict[str, Any]:
         model = parallelize(build_meta(hf_config(case)), case.parsed, compile_blocks=bool(backend))
     state = state_of(model)
     assert state.plan.feature(FsdpPlan).is_used == (which == "fsdp")
-    assert (state.copies is None) == (which == "fsdp" or (which == "rest" and case.parsed.world == 1))
+    stand_in = which != "fsdp" and (which != "rest" or case.parsed.world > 1)
+    assert bool(state.plan.feature(FsdpPlan).stood_in_for) == stand_in
     optimizer = build_optimizer(model, OPTIONS)
     steps = []
     for step in range(3):
@@ -167,7 +168,7 @@ def test_held_copies_stay_until_they_are_put_back() -> None:
 def own_model(layout: str) -> tuple[Any, torch.Tensor]:
     torch.manual_seed(3)
     model = ff.parallelize(reference_model(Case("single"), torch.float32), layout, precision="bf16")
-    assert model.fivefold.copies is not None
+    assert model.fivefold.plan.feature(FsdpPlan).stood_in_for
     return model, torch.randint(0, 101, (2, 19))
 
 
@@ -193,7 +194,7 @@ def own_loop(layout: str) -> None:
     assert in_place(model) and all(one is other for one, other in zip(before, model.parameters(), strict=True))
     once = gradients_of(model)
     assert (model(input_ids=ids).past_key_values is None) == ("+" in layout)  # what runs again appends to no cache
-    model.fivefold.copies.put_back()
+    model.fivefold.live(Copies).put_back()
 
     # Two forwards, then their backwards: the second finds its copies again.
     first, second = (model(input_ids=ids, labels=ids).loss for _ in range(2))
@@ -511,7 +512,8 @@ def partly_frozen(which: str, part: str) -> list[torch.Tensor]:
     ids = torch.arange(38).view(2, 19)
     out = model(input_ids=ids, labels=ids)
     out.loss.backward()
-    assert (model.fivefold.copies is None) == (which == "fsdp") and any(not p.requires_grad for p in model.parameters())
+    assert bool(model.fivefold.plan.feature(FsdpPlan).stood_in_for) == (which != "fsdp")
+    assert any(not parameter.requires_grad for parameter in model.parameters())
     gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     return [out.logits.detach(), *gradients]
 

@@ -271,14 +271,14 @@ def plain_forwards(folder: Path) -> Plain:
     parallel = ff.parallelize(model, "shard2+fp32", neftune_noise_alpha=5.0).train()
     losses = [parallel(input_ids=ids, labels=ids).loss.item() for _ in range(2)]
     rows = list[int]()
-    begin = parallel.fivefold.dropout.begin_micro_batch
+    begin = parallel.fivefold.live(Dropout).begin_rows
     with patch.object(
-        Dropout, "begin_micro_batch", lambda _, shape, at, *cut: (rows.append(at[0]), begin(shape, at, *cut))
+        Dropout, "begin_rows", lambda _, shape, at, *cut, **more: (rows.append(at[0]), begin(shape, at, *cut, **more))
     ):
         three = {"input_ids": torch.arange(18).view(3, 6), "labels": torch.arange(18).view(3, 6)}
         batch = [three, {"input_ids": ids, "labels": ids}]
         together, again = (ff.gradients(parallel, batch).item() for _ in range(2))
-    dropout, saved = parallel.fivefold.dropout, ff.save(parallel, None, folder / "saved")
+    dropout, saved = parallel.fivefold.live(Dropout), ff.save(parallel, None, folder / "saved")
     before, dropout.step = dropout.step, -1
     ff.load(parallel, None, saved)  # the next step drops what it would have dropped
     with torch.no_grad():

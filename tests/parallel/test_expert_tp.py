@@ -18,9 +18,9 @@ from fivefold.models.build import build_meta
 from fivefold.models.experts import expert_features, expert_mlp
 from fivefold.models.facts import ORDERS, Experts
 from fivefold.parallel import shard_rules
+from fivefold.parallel.features import limits_of
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.legality import violations
-from fivefold.parallel.limits import limits_of
 from fivefold.parallel.shard_rules import feature_splits
 from fivefold.parallel.sharding import Split
 from fivefold.parallel.state import state_of

@@ -272,7 +272,7 @@ def test_rows_are_gathered_once_and_weighted_without_a_product_in_fp32() -> None
 
 def test_compiled_sums_of_rows_are_the_same() -> None:
     """And every gradient, in fp64 to the last rounding."""
-    kernels = RowKernels().compiled(lambda name, function: torch.compile(function, backend="aot_eager"))
+    kernels = RowKernels().built(lambda name, function: torch.compile(function, backend="aot_eager"))
     results = []
     for each in (EAGER, kernels):
         hidden, index, weights = inputs(torch.float64)

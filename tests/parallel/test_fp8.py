@@ -30,6 +30,7 @@ from fivefold.parallel.fp8.amax import AmaxHistory
 from fivefold.parallel.fp8.matmul import DTYPES, Float8, cast_to_fp8, casts, restored, scale_of
 from fivefold.parallel.fp8.recipes import KINDS, RECIPES, Recipe
 from fivefold.parallel.fp8.runtime import Delayed
+from fivefold.parallel.fp8.scales import Fp8Scales
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fp8.weight import Fp8Weight
 from fivefold.parallel.layout import Layout
@@ -210,7 +211,7 @@ def _skipped() -> tuple[int, bool]:
     """The steps of the history, and whether a step whose loss is no number left it as it was."""
     case = Case("single+mb4+fp8_delayed", packing=False)
     model = build(case)
-    optimizer, amax = build_optimizer(model, case.options), state_of(model).scales.history
+    optimizer, amax = build_optimizer(model, case.options), state_of(model).live(Fp8Scales).history
 
     def skipped(step: int) -> bool:
         batch = batch_of(documents(case, step), case.parsed, 0)

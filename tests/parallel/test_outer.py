@@ -25,6 +25,7 @@ from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.outer import spec
+from fivefold.parallel.outer.runtime import OuterSteps
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.planner.estimate import Step, Workload
@@ -54,7 +55,7 @@ def train(case: Case, inner: Inner, outer: dict[str, Any]) -> dict[str, Any]:
     """Some steps on this rank, and what they sent."""
     model = build(case)
     state, optimizer, done = state_of(model), inner(model), []
-    state.outer.begin(model, **outer)
+    state.live(OuterSteps).begin(model, **outer)
     for step in range(STEPS):
         batch = batch_of(documents(case, step), case.parsed, state.placement.data_rank)
         with record(state.mesh) as sent, proof(case):
@@ -63,16 +64,16 @@ def train(case: Case, inner: Inner, outer: dict[str, Any]) -> dict[str, Any]:
                     model, optimizer, batch, learning_rate=OPTIONS.learning_rate, max_grad_norm=case.max_grad_norm
                 )
             )
-        if state.outer.is_due(step + 1):
+        if state.live(OuterSteps).is_due(step + 1):
             with record(state.mesh) as sent_to_meet:
-                state.outer.step()
+                state.live(OuterSteps).step()
     shape = training_step.step_shape(model, *batch[0].input_ids.shape, len(batch), case.loss_chunks, batch=batch)
     found = {
         "losses": [result.loss for result in done], "norms": [result.grad_norm for result in done],
         "weights": pieces(model, dict(model.named_parameters())), "copy": state.placement.coords.dp_replicate,
         "sent": (total(sent), by_group(training_step.declare(model, shape), state.mesh.grid)),
     }  # fmt: skip
-    if state.outer.is_on:
+    if state.live(OuterSteps).is_on:
         declared = by_group(total(summed(list(spec.calls(state.plan, 8)))), state.mesh.grid)
         found["met"] = total(sent_to_meet), declared
     return found
@@ -172,11 +173,11 @@ def meet(case: Case) -> tuple[int, list[tuple[Any, ...]]]:
     model = build(case)
     state = state_of(model)
     ways = ways_of(state.placement.stored_shapes, case.parsed.dp_replicate)
-    state.outer.begin(model, **PLAIN)
+    state.live(OuterSteps).begin(model, **PLAIN)
     for name, parameter in model.named_parameters():
         for whole, here in state.placement.regions(name):
             local(parameter.data)[here] -= ways[name][state.placement.coords.dp_replicate][whole]
-    state.outer.step()
+    state.live(OuterSteps).step()
     return state.placement.coords.dp_replicate, pieces(model, dict(model.named_parameters()))
 
 

@@ -25,6 +25,7 @@ from fivefold.parallel import passes
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.pipeline import runtime as pipeline
+from fivefold.parallel.pipeline.runtime import Pipeline
 from fivefold.parallel.pipeline.stages import StageModules
 from fivefold.parallel.state import state_of
 from fivefold.training.inputs import evaluating, to_device
@@ -86,7 +87,7 @@ def test_a_rank_has_its_own_layers_and_nothing_else(case: Case) -> None:
 def stands_in(case: Case) -> bool:
     """Whether what stands for the embedding while the last stage runs has the weight of the head."""
     model = build(case)
-    staged = state_of(model).pipeline.staged
+    staged = state_of(model).live(Pipeline).staged
     with staged.running(1, torch.zeros(1)) if 1 in staged.views else nullcontext():
         return model.get_submodule("model.embed_tokens").weight is model.lm_head.weight
 
@@ -120,7 +121,7 @@ def test_evaluation_computes_the_loss_of_training(layout: str) -> None:
 def timed(case: Case) -> list[tuple[int, Slot, float, float]]:
     """The slots of one step as they ran."""
     model = build(case)
-    pipeline = state_of(model).pipeline
+    pipeline = state_of(model).live(Pipeline)
     pipeline.timed = []
     batch = batch_of(documents(case, 0), case.parsed, 0)
     gradients(model, batch, torch.tensor(1.0, dtype=torch.float64))
@@ -144,7 +145,7 @@ SLOW = 0.3  # seconds that the last stage sleeps in a forward
 
 def timed_with_a_slow_stage(case: Case) -> Any:
     model = build(case)
-    pipeline = state_of(model).pipeline
+    pipeline = state_of(model).live(Pipeline)
     pipeline.timed = []
     plain = model.run_stage
 

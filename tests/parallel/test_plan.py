@@ -28,7 +28,7 @@ from fivefold.models.facts_store import read_facts, write_facts
 from fivefold.models.hf_internals import unmodified_model
 from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.adapters.settings import Lora
-from fivefold.parallel.apply import LiveParts
+from fivefold.parallel.apply import builders
 from fivefold.parallel.census import census, own_part
 from fivefold.parallel.collectives import summed
 from fivefold.parallel.edits import Edit
@@ -392,9 +392,8 @@ import re, sys, time
 from pathlib import Path
 start = time.process_time()
 from fivefold.doctor.model import examine_layout
-from fivefold.parallel.calls import calls
+from fivefold.parallel.features import calls, edits
 from fivefold.parallel.memory import step_bytes
-from fivefold.parallel.features import edits
 report = examine_layout({folder!r}, layout={layout!r}, rank={rank})
 took = time.process_time() - start  # and memory: of this program alone, where `ru_maxrss` starts with its parent's
 kib = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
@@ -452,7 +451,7 @@ def test_every_edit_that_a_plan_may_list_has_one_builder() -> None:
         return {kind}.union(*map(below, kind.__subclasses__()))
 
     of_features = {each for each in below(Edit) - {Edit} if each.__module__.startswith("fivefold.")}
-    assert of_features == set(LiveParts.builders(MagicMock(_model=torch.nn.Module())))
+    assert of_features == set(builders(MagicMock(model=torch.nn.Module())))
 
 
 def test_what_computes_in_which_type_is_told_by_role() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fivefold.parallel.experts.runtime import _arguments
+from fivefold.parallel.experts.runtime import ExpertParallel, _arguments
 from fivefold.parallel.state import state_of
 from tests.parity import Case, batch_of, build, documents, gradients
 from tests.pool import run_ranks
@@ -36,7 +36,7 @@ def routed(case: Case) -> list[dict[str, Any]]:
     def before(_: Any, args: Any) -> None:
         found[-1] |= {"weights": str(_arguments(args, {})[2].dtype)}
 
-    experts = state_of(model).experts.modules  # type: ignore[union-attr]
+    experts = state_of(model).live(ExpertParallel).modules
     for each in experts:
         model.get_submodule(each.router).register_forward_hook(after)
         model.get_submodule(each.name).register_forward_pre_hook(before)
@@ -72,7 +72,7 @@ def test_a_router_computes_in_fp32_from_weights_of_16_bits(case: Case, passes: i
 
 def replaced(case: Case) -> list[bool]:
     model = build(case)
-    modules = state_of(model).experts.modules  # type: ignore[union-attr]
+    modules = state_of(model).live(ExpertParallel).modules
     return ["forward" in vars(model.get_submodule(each.router)) for each in modules]
 
 

@@ -13,10 +13,9 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel import legality
 from fivefold.parallel.collectives import StepShape, summed
-from fivefold.parallel.features import calls
+from fivefold.parallel.features import calls, limits_of
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.limits import limits_of
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import ParallelPlan

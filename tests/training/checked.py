@@ -16,6 +16,7 @@ from fivefold.data import MicroBatch, PackedRows
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.matrices.runtime import FullMatrices
 from fivefold.parallel.state import state_of
+from fivefold.parallel.tensor.runtime import TensorParallel
 from fivefold.training import checks
 from fivefold.training import run as run_module
 from fivefold.training.checks import part
@@ -83,7 +84,7 @@ def with_slow_rank(tree: dict[str, Any], may_leave: bool) -> Ran:
 @contextmanager
 def sums_lost(model: Any, optimizer: torch.optim.Optimizer, axis: str) -> Iterator[None]:
     """Gradients that an axis is to add up are not."""
-    sums: Any = state_of(model).partial_gradients
+    sums: Any = state_of(model).live(TensorParallel).partial_gradients
     assert sums[axis]
     with patch.dict(sums, {axis: []}):
         yield

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
 from fivefold.parallel.collectives import Collective, by_group, differing, total
+from fivefold.parallel.fp8.scales import Fp8Scales
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
@@ -357,7 +358,7 @@ def amax_on_rank(case: Case) -> tuple[bool, bool]:
     """Whether the history of fp8 scales notes anything of a forward without gradient, and of a step."""
     model = build(case)
     batch = micro_batches(case, state_of(model).placement.data_rank)
-    amax = state_of(model).scales.history
+    amax = state_of(model).live(Fp8Scales).history
     assert amax.names
     log_probs(model, batch)
     first = bool(amax._now.any()) or bool(len(amax.history))

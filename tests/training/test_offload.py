@@ -20,6 +20,7 @@ from fivefold.parallel.offload import activations as offload_activations
 from fivefold.parallel.offload import host_memory
 from fivefold.parallel.offload import runtime as offload
 from fivefold.parallel.offload.host_memory import HostMemory, most_bytes
+from fivefold.parallel.offload.runtime import Offload
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import build_optimizer
@@ -153,7 +154,7 @@ def on_rank(case: Case, fault: str) -> Bits:
             )
             losses.append(result.loss)
     if case.parsed.offload_parameters:
-        segments = [segment.untyped_storage().data_ptr() for segment in state_of(model).offload.memory._segments]
+        segments = [segment.untyped_storage().data_ptr() for segment in state_of(model).live(Offload).memory._segments]
         resting = [local(each).untyped_storage().data_ptr() for each in model.parameters()]
         assert set(resting) <= set(segments), "all parameters are in host memory again"
     found = {name: local(each).clone() for name, each in model.named_parameters()}
@@ -356,7 +357,7 @@ def own_loop() -> list[str]:
     optimizer.register_step_post_hook(lambda *_: ran.append("after"))
     for _ in range(2):
         ff.train_step(model, optimizer, batch)
-    homes = state_of(model).offload.states._homes
+    homes = state_of(model).live(Offload).states._homes
     ran.append(str(all(len(homes[each]) == 1 for each in model.parameters())))
     for wrong in (optimizer, _Counting(model.parameters(), lr=0.1)):
         try:

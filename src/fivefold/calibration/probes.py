@@ -19,7 +19,7 @@ from fivefold.launch.memory import room
 from fivefold.launch.once import as_worker
 from fivefold.launch.world import World, multiplies_bf16
 from fivefold.parallel import plain, shared_memory
-from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES
+from fivefold.parallel.dtypes import COMPUTE_DTYPES
 from fivefold.training.peak_memory import resident
 
 BLOCKS = 5  # of repeats

@@ -39,8 +39,8 @@ Parameters = Sequence[tuple[str, nn.Parameter]]
 
 def is_replicated(model: nn.Module) -> bool:
     """True if other ranks hold the same as this one."""
-    state = state_of(model)
-    return state.plan.layout.dp_replicate > 1 and not state.outer.is_on
+    layout = state_of(model).plan.layout
+    return layout.dp_replicate > layout.copies_apart
 
 
 def keep(
@@ -70,7 +70,7 @@ def keep(
         slices = [replace(one, values=one.values.cpu()) for one in slices]
         scalars = scalars_of(model, optimizer, at=at, parameters=parameters)
         state = state_of(model)
-        all_state = {**about.state, **state.scales.state(), **state.dropout.state()}
+        all_state = {**about.state, **state.state()}
     part = write_part(step, Snapshot(about, str(state.plan.layout), (), slices, scalars, {}), at.rank)
     told = {
         "count": at.world // at.layout.dp_replicate, "part": part.tree(), "step": about.step, "state": all_state,

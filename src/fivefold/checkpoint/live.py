@@ -21,7 +21,8 @@ from fivefold.core.text import say
 from fivefold.models.build import build_meta
 from fivefold.parallel.adapters.peft_folder import base_name
 from fivefold.parallel.adapters.settings import Lora
-from fivefold.parallel.fsdp.runtime import master_dtype, reshard
+from fivefold.parallel.dtypes import master_dtype
+from fivefold.parallel.fsdp.runtime import reshard
 from fivefold.parallel.state import state_of
 
 _BITS = {4: torch.int32, 8: torch.int64}

@@ -23,7 +23,8 @@ from fivefold.models.sources import TensorSource
 from fivefold.parallel import plain
 from fivefold.parallel.dtensor import local, zeros_by_block
 from fivefold.parallel.fsdp.runtime import reshard
-from fivefold.parallel.outer.runtime import MOMENTUM
+from fivefold.parallel.offload.runtime import Offload
+from fivefold.parallel.outer.runtime import MOMENTUM, OuterSteps
 from fivefold.parallel.sharding import numbers_each, regions_by_block
 from fivefold.parallel.state import fill, state_of
 
@@ -209,12 +210,11 @@ def restore(
     checkpoint.verify(together=True)
     reshard(model)
     fill(model, weights, state_of(model).placement.stored_shapes)
-    state_of(model).scales.load(checkpoint.state)
-    state_of(model).dropout.load(checkpoint.state)
+    state_of(model).load(checkpoint.state)
     if optimizer is None:
         return
     _load_apart(model, checkpoint, kinds)
-    outer = state_of(model).outer
+    outer = state_of(model).live(OuterSteps)
     sources = [(kind, checkpoint.source(there)) for kind, there in kinds.items() if kind != WEIGHT]
     devices, types = _scalar_devices(optimizer), checkpoint.state.get(SCALARS) or types or {}
     for name, parameter in model.named_parameters():
@@ -228,13 +228,13 @@ def restore(
             if name in source.names():
                 state[kind] = _moment(model, name, parameter, source, is_scale=kind.endswith(SCALE))
         optimizer.state[parameter] = state
-        state_of(model).offload.states.keep(optimizer, parameter)
+        state_of(model).live(Offload).states.keep(optimizer, parameter)
 
 
 def _own_kinds(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     """Kinds of tensors -> those in the checkpoint: of replicas that train apart, this one's. Raises `UserError` if it
     has none."""
-    outer = state_of(model).outer
+    outer = state_of(model).live(OuterSteps)
     kinds = {kind.removeprefix(outer.prefix): kind for kind in checkpoint.kinds if kind.startswith(outer.prefix)}
     if any(map(outer.is_of_replica, checkpoint.kinds)) != outer.is_on or WEIGHT not in kinds:
         raise UserError(
@@ -247,12 +247,12 @@ def _own_kinds(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
 
 def _load_apart(model: nn.Module, checkpoint: Checkpoint, kinds: Mapping[str, str]) -> None:
     """Load the weights of this replica, and what replicas that train apart have in common."""
-    outer = state_of(model).outer
+    outer = state_of(model).live(OuterSteps)
     for kind in {WEIGHT, MOMENTUM}.intersection(checkpoint.kinds) if outer.is_on else ():
         source = checkpoint.source(kind)
         for name in outer.weights:
             for region, here in outer.plan.placement.regions(name):
-                outer.load(name, kind, here, source.read(name, region))
+                outer.put(name, kind, here, source.read(name, region))
     if outer.is_on:
         fill(model, checkpoint.source(kinds[WEIGHT]), state_of(model).placement.stored_shapes)
 

@@ -249,7 +249,7 @@ def _snapshot(
     state = state_of(model)
     types = types_of_all(plain.everywhere(optimizer and scalar_types(optimizer)))
     return Snapshot(
-        about=replace(about, state={**about.state, **state.scales.state(), **state.dropout.state(), **types}),
+        about=replace(about, state={**about.state, **state.state(), **types}),
         layout=str(state.plan.layout),
         names=tuple(state.placement.stored_shapes),
         slices=staged(list(collect(model, optimizer))),
@@ -277,7 +277,7 @@ def collect(
     shape is the same on all ranks (only layouts of whole tensors have it). Raises `UserError` for state that
     checkpoints do not support.
     """
-    placement, outer = at or state_of(model).placement, state_of(model).outer
+    placement, outer = at or state_of(model).placement, state_of(model).live(OuterSteps)
     stored = placement.stored_shapes
     for name, parameter in parameters or model.named_parameters():
         weight = parameter.grad if gradients else parameter
@@ -348,7 +348,8 @@ def scalars_of(
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """The optimizer's scalars per parameter, such as its step count; those of a replica that trains apart are its
     own. `at`, `parameters`: as in `collect`."""
-    placement, outer, found = at or state_of(model).placement, state_of(model).outer, dict[str, dict[str, Any]]()
+    placement, outer = at or state_of(model).placement, state_of(model).live(OuterSteps)
+    found = dict[str, dict[str, Any]]()
     for name, parameter in parameters or model.named_parameters():
         state = optimizer.state.get(parameter, {})
         once = {key: value for key, value in state.items() if key not in _per_element(state) and value is not None}

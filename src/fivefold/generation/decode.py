@@ -24,7 +24,9 @@ from transformers import DynamicCache
 from fivefold.core.errors import UserError
 from fivefold.generation.sampling import Sampling, TokenChooser
 from fivefold.parallel import passes
-from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, leave_after_forward, reshard
+from fivefold.parallel.dtypes import COMPUTE_DTYPES
+from fivefold.parallel.fsdp.copies import Copies
+from fivefold.parallel.fsdp.runtime import leave_after_forward, reshard
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.state import ParallelState, state_of
 
@@ -199,12 +201,10 @@ def _gathered(model: nn.Module, state: ParallelState) -> Iterator[None]:
             if once:
                 module.set_reshard_after_forward(False, recurse=False)
                 module.unshard()
-        if state.copies:
-            state.copies.hold()
+        state.live(Copies).hold()
         yield
     finally:
-        if state.copies:
-            state.copies.put_back()
+        state.live(Copies).put_back()
         for unit, module in units.items():
             assert isinstance(module, FSDPModule)
             leave_after_forward(module, unit, state.mesh)

@@ -34,7 +34,7 @@ from fivefold.parallel.adapters.peft_folder import PEFT_CONFIG, adapter_digests,
 from fivefold.parallel.adapters.sources import Layered
 from fivefold.parallel.alike import check_alike
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.fsdp.runtime import PRECISION_OF
+from fivefold.parallel.dtypes import PRECISION_OF
 from fivefold.parallel.layout import Layout
 
 

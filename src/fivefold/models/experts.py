@@ -150,10 +150,10 @@ class RowKernels:
     sum_weighted: Callable[..., Tensor] = _sum_weighted
     weighted_gradients: Callable[..., tuple[Tensor, Tensor]] = _weighted_gradients
 
-    def compiled(self, compiled: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> "RowKernels":
-        """The same kernels, each compiled by `compiled(name, function)`."""
+    def built(self, build: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> "RowKernels":
+        """The same kernels, each as `build(name, function)` returns it."""
         own = (self.sum_picks, self.sum_weighted, self.weighted_gradients)
-        return RowKernels(*(compiled("rows of experts", forward) for forward in own))
+        return RowKernels(*(build("rows of experts", forward) for forward in own))
 
 
 EAGER = RowKernels()

@@ -33,8 +33,9 @@ from fivefold.parallel import apply, guard, parts
 from fivefold.parallel.adapters.peft_folder import adapter_digests, lora_of, with_peft_folder
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.alike import check_alike
-from fivefold.parallel.balance.runtime import BalanceOptions, configure
-from fivefold.parallel.fsdp.runtime import PRECISION_OF, put_in_order
+from fivefold.parallel.balance.runtime import Balance, BalanceOptions, configure
+from fivefold.parallel.dtypes import PRECISION_OF
+from fivefold.parallel.fsdp.runtime import put_in_order
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.loss.own import LossFunction, TokenLoss
@@ -246,8 +247,8 @@ def parallelize(
             f"{state.plan.anatomy.model_class} asks for a loss of uneven experts, and has no routers that give logits",
             fix="model.config.output_router_logits = False before ff.parallelize",
         )
-    configure(model, state.balance, BalanceOptions(load=load), state.placement.buffers)
-    guard.install(model, state.guard, state.plan)
+    configure(model, state.live(Balance), BalanceOptions(load=load), state.placement.buffers)
+    guard.install(model)
     if state.plan.feature(FsdpPlan).is_used:
         fsdp_settle_root(model)
     watch_optimizers(model, state.plan.layout, before)

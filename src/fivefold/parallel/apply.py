@@ -5,8 +5,9 @@ the meta device first, then to allocated parameters. Then every rank fills its o
 model keeps its `transformers` class and its parameter names.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from types import MethodType
 from typing import Any
 
@@ -16,48 +17,24 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from fivefold import torch_internals
-from fivefold.models import hf_internals, offdiagonal
+from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import use_our_attention
 from fivefold.models.discover import facts_of
-from fivefold.models.experts import RowKernels
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
-from fivefold.ops.linear import Linears, WeightGradStore
-from fivefold.parallel import passes, probe
-from fivefold.parallel.adapters import runtime as adapters
+from fivefold.parallel import features, passes, probe
+from fivefold.parallel.adapters.runtime import Adapter, with_adapter
 from fivefold.parallel.adapters.settings import Lora
-from fivefold.parallel.balance import runtime as balancing
-from fivefold.parallel.context import runtime as context
-from fivefold.parallel.dropout import runtime as dropping
 from fivefold.parallel.dropout.spec import with_neftune
+from fivefold.parallel.dtypes import COMPUTE_DTYPES, master_dtype
 from fivefold.parallel.edits import Builders
-from fivefold.parallel.experts import runtime as expert
-from fivefold.parallel.features import edits
-from fivefold.parallel.fp8 import runtime as fp8
-from fivefold.parallel.fp8.scales import Fp8Scales
-from fivefold.parallel.fsdp import runtime as data
-from fivefold.parallel.fsdp.copies import Copies
-from fivefold.parallel.fsdp.gathers import Gather, gather_parameters
-from fivefold.parallel.fsdp.spec import FsdpPlan
-from fivefold.parallel.graphs import runtime as graphs
+from fivefold.parallel.fsdp.gathers import gather_parameters
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.linears import runtime as linears
-from fivefold.parallel.loss.runtime import EAGER, CompiledKernels
 from fivefold.parallel.lower import lower
-from fivefold.parallel.mesh import Mesh, build_mesh
-from fivefold.parallel.offload import runtime as offloading
-from fivefold.parallel.outer.runtime import OuterSteps
-from fivefold.parallel.pipeline import runtime as pipeline
-from fivefold.parallel.pipeline import stages
-from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.recompute import runtime as recompute
+from fivefold.parallel.mesh import build_mesh
 from fivefold.parallel.recompute.budget import within_budget
-from fivefold.parallel.rows import runtime as rows
-from fivefold.parallel.state import ParallelState, fill
-from fivefold.parallel.tensor import runtime as tensor
-
-METHODS = "run_stage", "stage_logits"  # that run a model, besides its forward
+from fivefold.parallel.state import METHODS, ParallelState, fill
 
 
 def parallelize(
@@ -96,126 +73,46 @@ def parallelize(
     on_meta = next(model.parameters()).is_meta
     source = source or (RandomInit(model, seed) if on_meta else ModelTensors(model))
     buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
-    facts, source = adapters.with_adapter(model, facts_of(model), adapter, source, seed)
+    facts, source = with_adapter(model, facts_of(model), adapter, source, seed)
     facts = with_neftune(facts, neftune_noise_alpha)
     plan = within_budget(lower(facts, layout, dist.get_rank(), compiled=compile_blocks), step)
     mesh = build_mesh(plan.placement.grid, device.type)
     if not plan.partition.is_proved:
         prove(model, layout, device, partial(parallelize, prove=_trust))
-    model.to("meta").to(data.master_dtype(layout.precision))
+    model.to("meta").to(master_dtype(layout.precision))
     _tie(model, facts.anatomy)
-    parts = LiveParts(model, plan, mesh, device, reduce, adapter, seed)
-    builders, todo = parts.builders(), edits(plan)
+    reduce_dtype = torch.float64 if layout.precision == "fp64" else COMPUTE_DTYPES[reduce]
+    state = ParallelState(model, plan, mesh, device, COMPUTE_DTYPES[layout.precision], reduce_dtype, seed)
+    state.add(Adapter(adapter))
+    apply, todo = builders(state), features.edits(plan)
     for edit in todo:
         if not edit.needs_memory:
-            builders[type(edit)](edit)
-    gathers = parts.allocate()
+            apply[type(edit)](edit)
+    gathers = gather_parameters(state)
+    _tie(model, facts.anatomy)
+    for part in state.parts:
+        part.end_allocation(state, gathers)
     model.run_stage = MethodType(partial(passes.run_stage, loss_chunks=loss_chunks), model)
     model.stage_logits = MethodType(passes.stage_logits, model)
     for method in METHODS:
         register_fsdp_forward_method(model, method)
     for edit in todo:
         if edit.needs_memory:
-            builders[type(edit)](edit)
-    model.fivefold = parts.state(gathers)
+            apply[type(edit)](edit)
+    for part in state.parts:
+        part.end_edits(state)
+    model.fivefold = state
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     fill(model, source)
     return model
 
 
-class LiveParts:
-    """The live parts of a parallelized model, which its features need besides the plan. Creating them changes no
-    module."""
-
-    def __init__(
-        self, model: nn.Module, plan: ParallelPlan, mesh: Mesh, device: torch.device, reduce: str, adapter: Lora | None,
-        seed: int,
-    ) -> None:  # fmt: skip
-        layout = plan.layout
-        self._model, self._plan, self._mesh, self._device, self._adapter = model, plan, mesh, device, adapter
-        self._dtype = data.COMPUTE_DTYPES[layout.precision]
-        self._reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
-        self.compiled = graphs.Compiled() if plan.compiled else None
-        compiled: Callable[..., Any] = self.compiled.block if self.compiled else lambda name, forward: forward
-        self.tensor = tensor.tensor_parallel(plan, mesh.groups.get("tp"))
-        self.context = context.context_parallel(plan, mesh, compiled("attention over cp", offdiagonal.combine))
-        self.scales = Fp8Scales(plan, device, self._dtype)
-        store = WeightGradStore() if layout.schedule.splits_backward else None
-        products = fp8.products(model, mesh, self.scales.history)
-        self.linears = Linears(store, products, plan.matmuls.multiplies, are_outside=bool(self.scales.history.names))
-        self.balance = balancing.balance_of(plan, self.tensor, self.context, device)
-        self.dropout = dropping.Dropout(
-            seed, plan.facts.dropouts, self.tensor, self.context, device, data.master_dtype(layout.precision)
-        )
-        kernels = RowKernels().compiled(self.compiled.block) if self.compiled else RowKernels()
-        self.experts = expert.expert_parallel(
-            plan, self.tensor, mesh.groups.get("ep"), self.balance.drops, self.linears, kernels
-        )
-        staged = stages.StageModules(plan, model, self._dtype, self.tensor, self.context)
-        pp = mesh.groups.get("pp"), mesh.groups.get("pp_ends")
-        self.pipeline = pipeline.Pipeline(plan, staged, *pp, self.balance, self.dropout, store)
-        self.offload = offloading.offload_of(layout, device)
-        self.copies: Copies | None = None
-
-    def builders(self) -> Builders:
-        """Builders of every edit, of all features."""
-        model = self._model
-        return {
-            **adapters.builders(model, self._dtype, self._adapter),
-            **dropping.builders(model, self.dropout),
-            **tensor.builders(model, self.tensor),
-            **linears.builders(model, self.linears, self.tensor.leave),
-            **context.builders(model, self.context),
-            **balancing.builders(model, self.balance),
-            **expert.builders(model, self.experts),
-            **rows.builders(model, self._plan.layout.cp),
-            **stages.builders(self.pipeline.staged),
-            **recompute.builders(model, is_compiled=self.compiled is not None),
-            **(graphs.builders(model, self.compiled) if self.compiled else {}),
-            **offloading.builders(model, self.offload),
-            **data.builders(
-                model, self._plan.feature(FsdpPlan), self._mesh, self._reduce_dtype, self._stand_ins, METHODS
-            ),
-        }
-
-    def _stand_ins(self) -> Copies:
-        if self.copies is None:
-            self.copies = Copies(self._model, self._plan.feature(FsdpPlan).stood_in_for, self._dtype)
-        return self.copies
-
-    def allocate(self) -> Mapping[str, Gather]:
-        """Allocate parameters and buffers where they are stored. Returns the gathers outside of FSDP's own, by name."""
-        layout, memory = self._plan.layout, self.offload.memory
-        rests = memory if layout.offload_parameters else None
-        formats = self.scales.formats(self._model)
-        gathers = gather_parameters(self._model, self._device, self._dtype, rests, formats)
-        self.scales.use(gathers, formats)
-        _tie(self._model, self._plan.anatomy)
-        at_home = {name: gather.shard for name, gather in gathers.items() if layout.offload_parameters}
-        self.offload.states.rest({self._model.get_parameter(name): shard for name, shard in at_home.items()})
-        return gathers
-
-    def state(self, gathers: Mapping[str, Gather]) -> ParallelState:
-        """State of the model. Its parameter objects are final from here on."""
-        return ParallelState(
-            self._plan,
-            self._mesh,
-            self.tensor,
-            self.context,
-            self.experts,
-            self.pipeline,
-            tensor.held_in_part(self._model, self._plan),
-            self._reduce_dtype,
-            self.balance,
-            self.dropout,
-            self.offload,
-            self.scales,
-            self.compiled,
-            CompiledKernels(self.compiled.block) if self.compiled else EAGER,
-            outer=OuterSteps(self._plan, self._mesh.groups.get("dp_replicate")),
-            copies=self.copies,
-        )
+def builders(state: ParallelState) -> Builders:
+    """Builders of every edit, from the `runtime.py` beside each `spec.py` that lists edits."""
+    specs = dict.fromkeys(of_feature.__module__ for of_feature in features.EDITS)
+    runtimes = [import_module(f"{spec.removesuffix('.spec')}.runtime") for spec in specs if spec.endswith(".spec")]
+    return {kind: build for runtime in runtimes for kind, build in runtime.builders(state).items()}
 
 
 def _trust(*_: Any) -> None:

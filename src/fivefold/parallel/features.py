@@ -1,7 +1,7 @@
-"""Rules, edits, calls and bytes of all features, each in its order: the one place that names them all. No torch.
+"""Limits, rules, edits, calls and bytes of all features, each list in its order: the one place of them. No torch.
 
 A feature is a folder beside this file. Its `spec.py` has the functions that are listed here: rules of a plan, edits of
-modules, collectives, and bytes. `apply.py` has what is built of them.
+modules, collectives, and bytes. The `runtime.py` beside it runs them.
 
 Tests compare the sums of `calls` with the recorded collectives of a run. A planner needs the calls one by one: the
 bytes of each, its ranks, and whether compute can hide it.
@@ -9,6 +9,8 @@ bytes of each, its ranks, and whether compute can hide it.
 
 from collections.abc import Callable, Iterator
 
+from fivefold.core.model_limits import ModelLimits
+from fivefold.models.facts import ModelFacts
 from fivefold.parallel.adapters import spec as adapters
 from fivefold.parallel.balance import spec as balance
 from fivefold.parallel.collectives import Call, StepShape
@@ -30,6 +32,9 @@ from fivefold.parallel.recompute import spec as recompute
 from fivefold.parallel.rows import spec as rows
 from fivefold.parallel.step import Step
 from fivefold.parallel.tensor import spec as tensor
+
+# What a traced model allows: each adds the limits of its feature, which `legality` asks for.
+LIMITED = (tensor.limited, context.limited, pipeline.limited, experts.limited)
 
 # Rules that need the plan. Those of a layout by itself are in the `keys.py` of each feature.
 RULES = (
@@ -72,6 +77,14 @@ NUMBERS = (
     dropout.layer_numbers,
 )
 KEPT = (recompute.kept_bytes, offload.kept_bytes)
+
+
+def limits_of(facts: ModelFacts) -> ModelLimits:
+    """The limits that a traced model sets to a layout."""
+    limits = ModelLimits(name=facts.model_class)
+    for limited in LIMITED:
+        limits = limited(limits, facts)
+    return limits
 
 
 def edits(plan: ParallelPlan) -> tuple[Edit, ...]:

@@ -7,8 +7,6 @@ which has only its own layers, a plain forward is refused too. The library's own
 where nothing is refused.
 """
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,44 +21,20 @@ from fivefold.parallel.fsdp.runtime import put_in_order, reshard
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.parts import AssembledParameter, PartOfParameter
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.state import state_of
 from fivefold.torch_internals import is_in_backward
 
 READ_MORE = "docs/howto/python.md"
 
 
-class Guard:
-    """Calls of the model: `is_library` inside the library's passes; `is_called` during a user's call of all of it.
-    `parameters`: those of the model by name, if other tensors replace them in a forward. `implementations`: what its
-    modules compute with. `hooks`: the library's own inside of it."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self.is_called = False
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.implementations: list[Any] = []
-        self.hooks: Collection[int] = ()
-
-    @property
-    def is_library(self) -> bool:
-        """True inside `library`."""
-        return self._depth > 0
-
-    @contextmanager
-    def library(self) -> Iterator[None]:
-        """Mark the passes in this context as the library's own, which sum what has to be summed."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-
-
-def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
+def install(model: Any) -> None:
     """Hook `model`, its base, its layers, its embedding and its head to refuse calls that are not the library's.
 
     Gathered parameters are dropped after a plain forward, and before the next: backward may have gathered them again,
     or ended half-way. Otherwise the forward after the next optimizer step would still use the old values.
     """
+    state = state_of(model)
+    guard, plan = state.guard, state.plan
     guard.implementations = implementations(model)
     base, parts = plan.anatomy.base, [plan.anatomy.embedding, *plan.anatomy.layers, plan.anatomy.head]
     pipelined, recomputes = plan.layout.pp > 1, any(map(plan.recompute.wraps, plan.placement.layers))
@@ -92,7 +66,7 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
             put_in_order(model)
             check_parameters(model)
             check_inside(model)
-            model.fivefold.scales.begin_passes()  # weights may have changed since the last passes
+            state.begin_passes()  # weights may have changed since the last passes
             _begin_rows(model, args, kwargs)
         guard.is_called = True
         return None
@@ -156,16 +130,16 @@ def _begin_rows(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
     tokens = next((value for value in given if value is not None), None)
     if model.training and tokens is not None:
-        first = model.fivefold.placement.data_rank * len(tokens)
+        state = state_of(model)
+        first = state.placement.data_rank * len(tokens)
         places = range(first, first + len(tokens))
-        model.fivefold.dropout.begin_micro_batch(tokens.shape, places, kwargs.get("cu_seqlens"))
-        model.fivefold.dropout.step += torch.is_grad_enabled()
+        state.begin_rows(tokens.shape, places, kwargs.get("cu_seqlens"), ends_step=torch.is_grad_enabled())
 
 
 def check_parameters(model: Any) -> None:
     """Raise `UserError` if another tensor replaces a parameter, by `functional_call` or by assignment. It would be
     ignored, because gathers and copies read the original parameter."""
-    if not (held := model.fivefold.guard.parameters):
+    if not (held := state_of(model).guard.parameters):
         return
     found = _by_name(model)
     # `torch.utils.swap_tensors` keeps the parameter object, but gives it another's class and contents.
@@ -184,7 +158,7 @@ def check_parameters(model: Any) -> None:
 
 def check_inside(model: Any) -> None:
     """Raise `UserError` if something inside of the model would take this rank's tokens or features for all."""
-    layout, guard = model.fivefold.plan.layout, model.fivefold.guard
+    layout, guard = state_of(model).plan.layout, state_of(model).guard
     if layout.world > 1 and (found := implementations(model)) != guard.implementations:
         now, ours = next(pair for pair in zip(found, guard.implementations, strict=True) if pair[0] != pair[1])
         kind, at = ("attention", 0) if now[0] != ours[0] else ("experts", 1)

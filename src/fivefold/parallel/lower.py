@@ -10,7 +10,6 @@ from fivefold.parallel import features, legality
 from fivefold.parallel.fp8 import spec as fp8
 from fivefold.parallel.fsdp.spec import computes_in_copies
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.limits import limits_of
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.plan import ParallelPlan, on_tp_rank
 from fivefold.parallel.ranks import RankGrid
@@ -24,7 +23,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int, *, compiled: bool = Fals
 
     Raises `UserError`, with the arithmetic, if the layout does not fit the model.
     """
-    refuse(legality.violations(layout, limits_of(facts)))
+    refuse(legality.violations(layout, features.limits_of(facts)))
     partition, shards = partition_of(facts, layout.tp), shard_specs(facts, layout)
     stages = stage_plan(facts, layout)
     pp_ranks = {name: stages.holders(name) for name in (*shards, *facts.router_buffers)}

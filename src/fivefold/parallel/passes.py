@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from fivefold.models.forwards import head_only
-from fivefold.parallel.fsdp import runtime as data
-from fivefold.parallel.loss.runtime import parameters_after_base
+from fivefold.parallel.context.runtime import ContextParallel
+from fivefold.parallel.dtypes import master_dtype
+from fivefold.parallel.loss.runtime import Kernels, parameters_after_base
 from fivefold.parallel.loss.tasks import AnswerLogProbs, Head, Task, TopLogProbs
 from fivefold.parallel.pipeline import runtime as pipeline
+from fivefold.parallel.pipeline.runtime import Pipeline
 from fivefold.parallel.state import state_of
-from fivefold.parallel.tensor import runtime as tensor
+from fivefold.parallel.tensor.runtime import TensorParallel
 
 
 class Inputs:
@@ -62,13 +64,10 @@ def gradients(model: Any, batch: Sequence[Inputs], *, rows: int | None = None, d
     state = state_of(model)
     if rows is None:
         rows = state.plan.layout.data_ranks * sum(len(inputs.input_ids) for inputs in batch)
-    state.balance.begin_step(rows)
-    dropping = nullcontext() if drops else state.dropout.off()
-    with state.scales.history.recording(), state.guard.library(), dropping:
-        state.scales.begin_passes()
-        loss = pipeline.run(model, state.pipeline, batch)
-    tensor.sum_partial_gradients(state.partial_gradients, state.mesh)
-    return loss
+    dropping = nullcontext() if drops else state.deterministic()
+    with state.in_gradients(rows), state.guard.library(), dropping:
+        state.begin_passes()
+        return pipeline.run(model, state.live(Pipeline), batch)
 
 
 def loss(model: Any, inputs: Inputs) -> Tensor:
@@ -96,15 +95,16 @@ def _everywhere(model: Any, inputs: Inputs, shape: Sequence[int]) -> Tensor:
     with torch.no_grad():
         found = _forward_only(model, inputs)
     device = inputs.input_ids.device
-    return pipeline.broadcast_from_last_stage(state_of(model).pipeline, found, tuple(shape), torch.float64, device)
+    live = state_of(model).live(Pipeline)
+    return pipeline.broadcast_from_last_stage(live, found, tuple(shape), torch.float64, device)
 
 
 def _forward_only(model: Any, inputs: Inputs) -> Tensor | None:
     state = state_of(model)
     with state.guard.library():
-        state.scales.begin_passes()
+        state.begin_passes()
         return pipeline.forward_only(
-            state.pipeline, inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden)
+            state.live(Pipeline), inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden)
         )
 
 
@@ -113,17 +113,17 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
     state = state_of(model)
     inputs = {"input_ids": ids_BT, "position_ids": positions_BT, **options}
     with state.guard.library():
-        state.scales.begin_passes()
+        state.begin_passes()
         found = pipeline.forward_only(
-            state.pipeline,
+            state.live(Pipeline),
             ids_BT,
             lambda stage, hidden: model.stage_logits(stage, hidden, logits_to_keep=logits_to_keep, **inputs),
         )
     rows, length = ids_BT.shape
     vocabulary = state.placement.shards[state.plan.head_weight].shape[0]
     shape = (rows, logits_to_keep or length, vocabulary)
-    dtype = data.master_dtype(state.plan.layout.precision)  # holds the logits of any forward
-    return pipeline.broadcast_from_last_stage(state.pipeline, found, shape, dtype, ids_BT.device)
+    dtype = master_dtype(state.plan.layout.precision)  # holds the logits of any forward
+    return pipeline.broadcast_from_last_stage(state.live(Pipeline), found, shape, dtype, ids_BT.device)
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------------
@@ -133,32 +133,30 @@ def run_stage(model: Any, inputs: Inputs, stage: int, hidden: Tensor | None, *, 
     """Run a stage on a micro batch: hidden states [B, T, D] in and out. The last stage returns the result of the task,
     equal on all tp ranks."""
     state = state_of(model)
-    staged, anatomy = state.pipeline.staged, state.plan.anatomy
+    staged, anatomy = state.live(Pipeline).staged, state.plan.anatomy
     with staged.running(stage, hidden) as given_out:
-        state.balance.begin_micro_batch(inputs.row_tokens)
-        state.dropout.begin_micro_batch(inputs.input_ids.shape, inputs.places, inputs.cu_seqlens)
+        state.begin_inputs(inputs)
         base = model.get_submodule(anatomy.base)
         out = base(
             input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, cu_seqlens=inputs.cu_seqlens
         )
         if not staged.is_last(stage):
             return given_out()
-        entered, parameters = state.tensor.enter(out.last_hidden_state), parameters_after_base(model, anatomy)
+        fold, parameters = state.live(TensorParallel), parameters_after_base(model, anatomy)
+        entered = fold.enter(out.last_hidden_state)
         with state.chunked_head(), head_only(model, anatomy) as logits_of:
-            chunks, kernels = loss_chunks, state.loss_kernels
-            head = Head(
-                logits_of, entered, parameters, state.plan.vocabulary, chunks, state.tensor, state.context, kernels
-            )
+            context, kernels = state.live(ContextParallel), state.live(Kernels)
+            head = Head(logits_of, entered, parameters, state.plan.vocabulary, loss_chunks, fold, context, kernels)
             return inputs.task(head)
 
 
 def stage_logits(model: Any, stage: int, hidden: Tensor | None, *, logits_to_keep: int, **inputs: Any) -> Tensor:
     """Run a stage on `inputs` of the model's base: hidden states in and out; the last stage returns logits."""
     state = state_of(model)
-    staged, anatomy = state.pipeline.staged, state.plan.anatomy
+    staged, anatomy = state.live(Pipeline).staged, state.plan.anatomy
     with staged.running(stage, hidden) as given_out:
         shape = inputs["input_ids"].shape
-        state.dropout.begin_micro_batch(shape, range(shape[0]), inputs.get("cu_seqlens"))
+        state.begin_rows(shape, range(shape[0]), inputs.get("cu_seqlens"))
         out = model.get_submodule(anatomy.base)(**inputs)  # not by the whole model's forward, which may drop cu_seqlens
         if not staged.is_last(stage):
             return given_out()

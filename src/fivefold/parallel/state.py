@@ -1,88 +1,220 @@
-"""State of a live parallelized model: its plan, and the groups and objects of this rank that realise it.
+"""State of a live parallelized model: its plan, the groups of this rank, and what runs of each feature.
 
 `parallelize` puts it at `model.fivefold`. The plan says what a layout is; this is what runs.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from fivefold.models.sources import TensorSource
-from fivefold.parallel.balance import runtime as balancing
-from fivefold.parallel.context import runtime as context
-from fivefold.parallel.dropout.runtime import Dropout
+from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.experts import runtime as expert
-from fivefold.parallel.fp8.scales import Fp8Scales
-from fivefold.parallel.fsdp.copies import Copies
-from fivefold.parallel.graphs.runtime import Compiled
-from fivefold.parallel.guard import Guard
-from fivefold.parallel.loss.runtime import EAGER, Kernels
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.offload.runtime import Offload
-from fivefold.parallel.outer.runtime import OuterSteps
-from fivefold.parallel.pipeline import runtime as pipeline
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.sharding import Region
-from fivefold.parallel.tensor import runtime as tensor
 
 _AT_ONCE = 2**26  # bytes read, or drawn, at a time
+METHODS = "run_stage", "stage_logits"  # that run a model, besides its forward
 
 
-@dataclass(frozen=True)
+class LivePart:
+    """What runs of a feature in one model on this rank. Every model has each part; one whose feature is off, or whose
+    dimension has one rank, does nothing. A part overrides the moments that it needs, and is then made by its builders;
+    no moment depends on what other parts do at it.
+
+    `whole_sequences`, `chunked_head`, `deterministic`: values of its attributes in these contexts of `ParallelState`.
+    """
+
+    whole_sequences: ClassVar[Mapping[str, bool]] = {}
+    chunked_head: ClassVar[Mapping[str, bool]] = {}
+    deterministic: ClassVar[Mapping[str, bool]] = {}
+
+    @classmethod
+    def make(cls, state: "ParallelState") -> Self:
+        """Make the part of a model. No module is changed yet."""
+        raise NotImplementedError
+
+    def formats(self, state: "ParallelState") -> Mapping[str, Any]:
+        """`WireFormat`s in which FSDP sends parameters, by name. Parameters are on the meta device."""
+        return {}
+
+    def end_allocation(self, state: "ParallelState", gathers: Mapping[str, Any]) -> None:
+        """Parameters have memory. `gathers`: the `Gather`s outside of FSDP's own, by name."""
+
+    def end_edits(self, state: "ParallelState") -> None:
+        """All edits are made: the parameter objects are final from here on."""
+
+    def begin_passes(self) -> None:
+        """Passes begin; weights may have changed since the last ones. All ranks of the world call this together."""
+
+    def begin_micro_batch(self, row_tokens: Tensor | None, *, again: bool) -> None:
+        """A pass of a micro batch begins. `row_tokens`: real tokens of each row, int64 [B]. `again`: its backward,
+        which may run the forward again."""
+
+    def begin_rows(
+        self, shape: Sequence[int], places: Sequence[int], cu_seqlens: Tensor | None, *, ends_step: bool
+    ) -> None:
+        """Whole rows of `shape` [B, T, ..], at these `places` of the global batch, enter the model. Without
+        `cu_seqlens` each row is a document. `ends_step`: the next rows are of another step."""
+
+    def in_gradients(self, state: "ParallelState", rows: int) -> AbstractContextManager[None]:
+        """Context of the passes of a step, whose gradients are computed. `rows`: of the global batch."""
+        return nullcontext()
+
+    def shaped(self, shape: StepShape) -> StepShape:
+        """The shape of a step, with what the plan does not know."""
+        return shape
+
+    def after_step(self, *, skipped: bool) -> None:
+        """Gradients of a step are summed, and parameters are updated unless it is `skipped`."""
+
+    def state(self) -> dict[str, Any]:
+        """Entries of a checkpoint's state."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of any checkpoint."""
+
+
+Live = TypeVar("Live", bound=LivePart)
+
+
+class Guard:
+    """Calls of the model: `is_library` inside the library's passes; `is_called` during a user's call of all of it.
+    `parameters`: those of the model by name, if other tensors replace them in a forward. `implementations`: what its
+    modules compute with. `hooks`: the library's own inside of it."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self.is_called = False
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.implementations: list[Any] = []
+        self.hooks: Collection[int] = ()
+
+    @property
+    def is_library(self) -> bool:
+        """True inside `library`."""
+        return self._depth > 0
+
+    @contextmanager
+    def library(self) -> Iterator[None]:
+        """Mark the passes in this context as the library's own, which sum what has to be summed."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+
+@dataclass(eq=False)
 class ParallelState:
-    """One parallelized model on this rank. Every model has each of these; a dimension of one rank does nothing."""
+    """One parallelized model on this rank.
 
+    `dtype`: in which it computes. `reduce_dtype`: of sums of gradients. `seed`: of dropout.
+    """
+
+    model: nn.Module
     plan: ParallelPlan
     mesh: Mesh
-    tensor: tensor.TensorParallel
-    context: context.ContextParallel
-    experts: expert.ExpertParallel
-    pipeline: pipeline.Pipeline
-    partial_gradients: Mapping[str, Sequence[nn.Parameter]]  # by axis, see `tensor.held_in_part`
+    device: torch.device
+    dtype: torch.dtype
     reduce_dtype: torch.dtype
-    balance: balancing.Balance  # of routers
-    dropout: Dropout
-    offload: Offload  # to host memory
-    scales: Fp8Scales  # of matmuls
-    compiled: Compiled | None = None  # None if blocks are not compiled
-    loss_kernels: Kernels = EAGER
+    seed: int
     guard: Guard = field(default_factory=Guard)
-    outer: OuterSteps = field(kw_only=True)  # of replicas that train apart
-    copies: Copies | None = None  # None if FSDP makes them, or if parameters are stored in the compute dtype
+    _parts: dict[type[LivePart], LivePart] = field(default_factory=dict)
 
     @property
     def placement(self) -> Placement:
         """The place of each part of every parameter."""
         return self.plan.placement
 
-    @contextmanager
-    def whole_sequences(self) -> Iterator[None]:
-        """Give every rank whole rows in this context: generation takes single tokens, and its cache holds all."""
-        with _temporarily(self.tensor, sequence_parallel=False), _temporarily(self.context, is_on=False):
-            yield
+    def live(self, kind: type[Live]) -> Live:
+        """The part of a feature, made once: `state.live(Dropout).step`."""
+        if kind not in self._parts:
+            self._parts[kind] = kind.make(self)
+        return cast(Live, self._parts[kind])
+
+    def add(self, part: LivePart) -> None:
+        """Add a part that is made of more than a plan."""
+        self._parts[type(part)] = part
+
+    @property
+    def parts(self) -> Collection[LivePart]:
+        """All parts that are made."""
+        return self._parts.values()
+
+    # ---- moments, at which every part is asked -----------------------------------------------------------------------
+
+    def begin_passes(self) -> None:
+        """Begin passes. All ranks of the world call this together."""
+        for part in self.parts:
+            part.begin_passes()
+
+    def begin_inputs(self, inputs: Any, *, again: bool = False) -> None:
+        """Begin a pass of a micro batch (`passes.Inputs`); see `LivePart.begin_micro_batch`."""
+        for part in self.parts:
+            part.begin_micro_batch(inputs.row_tokens, again=again)
+        self.begin_rows(inputs.input_ids.shape, inputs.places, inputs.cu_seqlens)
+
+    def begin_rows(
+        self, shape: Sequence[int], places: Sequence[int], cu_seqlens: Tensor | None = None, *, ends_step: bool = False
+    ) -> None:
+        """Let rows enter the model; see `LivePart.begin_rows`."""
+        for part in self.parts:
+            part.begin_rows(shape, places, cu_seqlens, ends_step=ends_step)
 
     @contextmanager
-    def chunked_head(self) -> Iterator[None]:
-        """Keep logits split by vocabulary, on the ranks of their tokens, in this context."""
-        with _temporarily(self.tensor, head_in_chunks=True), _temporarily(self.context, head_in_chunks=True):
+    def in_gradients(self, rows: int) -> Iterator[None]:
+        """Context of passes whose gradients are computed; see `LivePart.in_gradients`."""
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.in_gradients(self, rows))
             yield
+
+    def after_step(self, *, skipped: bool = False) -> None:
+        """End a step. `skipped`: parameters are as before."""
+        for part in self.parts:
+            part.after_step(skipped=skipped)
+
+    def state(self) -> dict[str, Any]:
+        """Entries of a checkpoint's state."""
+        return {name: entry for part in self.parts for name, entry in part.state().items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of any checkpoint."""
+        for part in self.parts:
+            part.load(state)
+
+    def whole_sequences(self) -> AbstractContextManager[None]:
+        """Give every rank whole rows in this context: generation takes single tokens, and its cache holds all."""
+        return _temporarily([(vars(part), part.whole_sequences) for part in self.parts])
+
+    def chunked_head(self) -> AbstractContextManager[None]:
+        """Keep logits split by vocabulary, on the ranks of their tokens, in this context."""
+        return _temporarily([(vars(part), part.chunked_head) for part in self.parts])
+
+    def deterministic(self) -> AbstractContextManager[None]:
+        """Drop nothing in this context."""
+        return _temporarily([(vars(part), part.deterministic) for part in self.parts])
 
 
 @contextmanager
-def _temporarily(fold: Any, **values: bool) -> Iterator[None]:
-    """Set these attributes of `fold` in this context, and restore them afterwards."""
-    before = {name: getattr(fold, name) for name in values}
-    vars(fold).update(values)
+def _temporarily(changes: Sequence[tuple[dict[str, Any], Mapping[str, bool]]]) -> Iterator[None]:
+    """Set these values of attributes in this context, and restore them afterwards."""
+    before = [{name: own[name] for name in values} for own, values in changes]
+    for own, values in changes:
+        own.update(values)
     try:
         yield
     finally:
-        vars(fold).update(before)
+        for (own, _), values in zip(changes, before, strict=True):
+            own.update(values)
 
 
 def state_of(model: nn.Module) -> ParallelState:

@@ -19,8 +19,8 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.models.flops import Costs
 from fivefold.parallel import legality
 from fivefold.parallel.experts.keys import ExpertKeys
+from fivefold.parallel.features import limits_of
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.limits import limits_of
 from fivefold.parallel.ranks import RankGrid
 from fivefold.parallel.recompute.policy import budget_bytes
 from fivefold.planner.budget import Parts, under_budget

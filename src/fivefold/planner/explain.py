@@ -11,8 +11,8 @@ from fivefold.core.errors import UserError
 from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel import legality
+from fivefold.parallel.features import limits_of
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.limits import limits_of
 from fivefold.planner.doubt import LIKELY, spread
 from fivefold.planner.estimate import TIGHT, Estimate, Item, Step, Workload
 from fivefold.planner.inverse import largest, lean_step, longest_sequence

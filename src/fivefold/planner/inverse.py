@@ -11,8 +11,8 @@ from fivefold.core.errors import UserError, refuse
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel import legality
 from fivefold.parallel.context.keys import MOST_RING
+from fivefold.parallel.features import limits_of
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.limits import limits_of
 from fivefold.planner.estimate import MOST_ROWS, MOST_TOKENS, TIGHT, Estimate, Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.space import divisors

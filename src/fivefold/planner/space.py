@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from fivefold.core.model_limits import ModelLimits
 from fivefold.core.schedule import SCHEDULES
 from fivefold.parallel import legality
+from fivefold.parallel.features import limits_of
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.limits import limits_of
 from fivefold.planner.estimate import Workload
 from fivefold.planner.parts import Prices
 from fivefold.planner.price import PriceList, work_layout

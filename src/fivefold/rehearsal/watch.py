@@ -174,7 +174,7 @@ class Watch:
     def _sending(self, model: Any, batch: Sequence[Any]) -> Iterator[None]:
         """Inside, note the collectives of a step; then compare them with those that its plan declares."""
         mesh, noted, seen = state_of(model).mesh, list[Entry](), list[Collective]()
-        is_compiled = state_of(model).compiled is not None
+        is_compiled = state_of(model).plan.compiled
         exposed: Counter[tuple[str, str]] | None = None
         # Dynamo compiles nothing under the recorder, a mode of the dispatcher.
         with self.full.noting(noted) if self.full else nullcontext() if is_compiled else record(mesh) as found:

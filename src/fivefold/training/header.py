@@ -20,8 +20,10 @@ from fivefold.models import hf_internals
 from fivefold.ops import gpu_attention
 from fivefold.parallel import shared_memory
 from fivefold.parallel.adapters import header as adapters
+from fivefold.parallel.context.runtime import ContextParallel
+from fivefold.parallel.dtypes import COMPUTE_DTYPES, PRECISION_OF
 from fivefold.parallel.fp8 import header as fp8
-from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, PRECISION_OF
+from fivefold.parallel.offload.runtime import Offload
 from fivefold.parallel.state import state_of
 from fivefold.training import preflight, record, schedule
 from fivefold.training.display import Line
@@ -145,7 +147,7 @@ def _not_flash(run: LiveRun) -> str:
     """The fallback for attention on a GPU for which FlashAttention lacks a kernel; an empty string if none is used."""
     state, device, config = state_of(run.model), torch.device(run.world.device), run.model.config.get_text_config()
     is_capped, window = hf_internals.has_softcap(config), getattr(config, "sliding_window", None)
-    if device.type != "cuda" or not (is_capped or (window and state.context.row_groups)):
+    if device.type != "cuda" or not (is_capped or (window and state.live(ContextParallel).row_groups)):
         return ""
     dtype, sizes = (
         COMPUTE_DTYPES[state.plan.layout.precision],
@@ -200,7 +202,7 @@ def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tup
 def _offload_lines(run: LiveRun) -> list[tuple[str, str]]:
     """Bytes that this rank offloads to host memory, by kind."""
     state = state_of(run.model)
-    if state.offload.memory is None:
+    if state.live(Offload).memory is None:
         return []
     sizes = {what: size for what, size in preflight.bytes_of(state.plan, run.config).host.items() if size}
     what = " and ".join(f"{human_bytes(size)} of {kind}" for kind, size in sizes.items()) or "nothing"

@@ -18,6 +18,9 @@ from fivefold.core.interrupts import Stopped, StopRequest
 from fivefold.core.kept_steps import MemoryOfNode
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData
+from fivefold.parallel.dropout.runtime import Dropout
+from fivefold.parallel.graphs.runtime import Compiled
+from fivefold.parallel.outer.runtime import OuterSteps
 from fivefold.parallel.state import state_of
 from fivefold.training import header
 from fivefold.training.checkpoints import Checkpoints
@@ -67,19 +70,19 @@ class OuterUpdates(Part):
     """Replicas that train apart meet every `outer.every` steps, and after the last."""
 
     def build(self, run: LiveRun) -> None:
-        state_of(run.model).outer.begin(run.model, **run.config.outer.model_dump(exclude={"every"}))
+        state_of(run.model).live(OuterSteps).begin(run.model, **run.config.outer.model_dump(exclude={"every"}))
 
     def begin(self, run: LiveRun) -> None:
-        state_of(run.model).outer.have_met = self._is_due(run)
+        state_of(run.model).live(OuterSteps).have_met = self._is_due(run)
 
     def after_update(self, run: LiveRun, result: StepResult) -> None:
-        outer = state_of(run.model).outer
+        outer = state_of(run.model).live(OuterSteps)
         outer.have_met = self._is_due(run)
         if outer.have_met:
             outer.step()
 
     def _is_due(self, run: LiveRun) -> bool:
-        outer = state_of(run.model).outer
+        outer = state_of(run.model).live(OuterSteps)
         return outer.is_due(run.step) or (outer.is_on and run.step == run.total_steps)
 
 
@@ -87,7 +90,7 @@ class DropoutSteps(Part):
     """Masks of dropout are those of the step, whichever start of the run does it."""
 
     def before_step(self, run: LiveRun, batch: Sequence[MicroBatch]) -> None:
-        state_of(run.model).dropout.step = run.step
+        state_of(run.model).live(Dropout).step = run.step
 
 
 class SlotTimes(Part):
@@ -105,8 +108,7 @@ class BlocksNotCompiled(Part):
     """Reports once each block of this rank that Dynamo failed to compile."""
 
     def after_update(self, run: LiveRun, result: StepResult) -> None:
-        compiled = state_of(run.model).compiled
-        for line in compiled.news() if compiled else ():
+        for line in state_of(run.model).live(Compiled).news():
             run.log.display.note(f"step {run.step}: {line}")
 
 

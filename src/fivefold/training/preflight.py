@@ -18,10 +18,11 @@ from fivefold.launch.world import World
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel import plain
 from fivefold.parallel.alike import check_alike
-from fivefold.parallel.fsdp.runtime import master_dtype
+from fivefold.parallel.dtypes import master_dtype
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import StepBytes, step_bytes
+from fivefold.parallel.offload.runtime import Offload
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.budget import within_budget
 from fivefold.parallel.state import state_of
@@ -114,9 +115,10 @@ def optimizer_bytes(model: nn.Module, config: RunConfig) -> tuple[int, int]:
 def reserve_host_memory(model: nn.Module, config: RunConfig) -> None:
     """Reserve room for offloaded optimizer state before the first step."""
     state = state_of(model)
-    if state.offload.states.is_on:
+    states = state.live(Offload).states
+    if states.is_on:
         tensors = sum(map(len, rule_for(config.optimizer).state(state.placement).values()))
-        state.offload.states.reserve(bytes_of(state.plan, config).host["optimizer state"], tensors)
+        states.reserve(bytes_of(state.plan, config).host["optimizer state"], tensors)
 
 
 def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -> str:

@@ -21,6 +21,7 @@ from fivefold.core.system import cpuinfo
 from fivefold.launch.world import cores
 from fivefold.parallel import plain
 from fivefold.parallel.collectives import Collective
+from fivefold.parallel.pipeline.runtime import Pipeline
 from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import rule_for
@@ -55,7 +56,7 @@ def write(model: Any, config: RunConfig, *, device: str, parameters: int, room: 
 def timing(model: Any, config: RunConfig, *, step: int, of_start: int) -> Iterator[None]:
     """Time the pipeline's slots in step `TIMED` of this start, and add them to the file. `of_start`: the number of this
     step in this start. Every rank calls this."""
-    pipeline = state_of(model).pipeline
+    pipeline = state_of(model).live(Pipeline)
     if pipeline.plan.layout.pp == 1 or of_start != TIMED:
         yield
         return

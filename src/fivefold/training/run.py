@@ -30,7 +30,7 @@ from fivefold.models.flops import Costs
 from fivefold.parallel import legality
 from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.balance.runtime import configure
+from fivefold.parallel.balance.runtime import Balance, configure
 from fivefold.parallel.state import state_of
 from fivefold.training import header, metrics, preflight, record, reference, schedule
 from fivefold.training.distillation import teacher_of
@@ -119,7 +119,7 @@ def build(
     )  # fmt: skip
     preflight.reserve_host_memory(model, config)
     state = state_of(model)
-    configure(model, state.balance, balance_options(config, model.config), state.placement.buffers)
+    configure(model, state.live(Balance), balance_options(config, model.config), state.placement.buffers)
     specs = replace(reference.goals(config, data, model, compared), loss=loss, teacher=teacher)
     optimizer = build_optimizer(model, config.optimizer)
     stack.callback(log.folder.release)

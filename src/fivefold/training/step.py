@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from fivefold.core.optimizers import OPTIMIZERS, OptimizerFacts
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel import passes, plain
-from fivefold.parallel.balance.runtime import BalanceResult, dropped
+from fivefold.parallel.balance.runtime import Balance, BalanceResult, dropped
 from fivefold.parallel.collectives import Collective, StepShape, summed, total
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.features import calls
 from fivefold.parallel.loss.own import TokenLoss
+from fivefold.parallel.offload.runtime import Offload
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import norms, scale_
 from fivefold.training.inputs import evaluating, squared_lengths, to_device
@@ -81,10 +82,9 @@ def train_step(
         clip_(model, norms[_own_copy(state)], max_grad_norm)
         for group in optimizer.param_groups if learning_rate is not None else ():
             group["lr"] = learning_rate
-        state.offload.states.update(optimizer)
-        state.balance.move_biases(model, done.balance)
-        state.scales.history.end_step()
-    state.dropout.step += 1
+        state.live(Offload).states.update(optimizer)
+        state.live(Balance).move_biases(model, done.balance)
+    state.after_step(skipped=skipped)
     optimizer.zero_grad(set_to_none=True)
     reasons = plain.everywhere(loss.why()) if loss and skipped else []
     return StepResult(
@@ -112,8 +112,7 @@ def accumulate(
     begun = _begin(model, batch, spec=spec)
     inputs = inputs_of_step(model, batch, begun.scale, begun.pairs, loss)
     done = _end(model, begun, passes.gradients(model, inputs, rows=begun.rows, drops=not begun.pairs))
-    state_of(model).scales.history.end_step()
-    state_of(model).dropout.step += 1
+    state_of(model).after_step()
     for parameter, gradient in earlier:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     return all_reduce_sum(done.loss)
@@ -179,7 +178,7 @@ class _Done:
 def _end(model: Any, begun: _Begun, loss: Tensor) -> _Done:
     """The result of passes with this summed `loss`; gradients are summed already."""
     state = state_of(model)
-    balance = state.balance.end_step()
+    balance = state.live(Balance).end_step()
     if not state.placement.owns_loss:
         loss.zero_()
     metrics: Mapping[str, float] = {}
@@ -221,14 +220,12 @@ def _root(square: float) -> float:
 
 def _own_copy(state: ParallelState) -> int:
     """Number of this rank's copy among replicas that train apart."""
-    return state.placement.coords.dp_replicate if state.outer.is_on else 0
+    return state.placement.coords.dp_replicate if state.plan.layout.copies_apart > 1 else 0
 
 
 def _squared_norms(model: nn.Module) -> Tensor:
     """This rank's share of the squared gradient norm of each replica that trains apart, fp64 [replicas]."""
-    state, own = state_of(model), squared_norm(model).reshape(1)
-    if not state.outer.is_on:
-        return own
+    state, own = state_of(model), squared_norm(model)
     found = own.new_zeros(state.plan.layout.copies_apart)
     found[_own_copy(state)] = own
     return found
@@ -242,10 +239,11 @@ def squared_norm(model: nn.Module) -> Tensor:
     (Megatron-LM once counted them per rank; the stock `clip_grad_norm_` fails on mixed meshes).
     """
     state = state_of(model)
+    within_copy = state.plan.layout.copies_apart > 1
     owned = [
         gradient
         for name, gradient in local_gradients(model)
-        if state.placement.is_owner(name, within_copy=state.outer.is_on) and gradient.numel()
+        if state.placement.is_owner(name, within_copy=within_copy) and gradient.numel()
     ]
     device = next(model.parameters()).device
     if not owned:
@@ -319,16 +317,13 @@ def step_shape(
         rows, tokens, micro_batches, loss_chunks=loss_chunks, reduce_bytes=state.reduce_dtype.itemsize,
         whole_logits=whole_logits,
     )  # fmt: skip
-    options = state.balance.options
-    return replace(
-        shape, balances_load=bool(options.load), has_capacity=options.capacity_factor is not None,
-        has_history=not state.scales.history.is_first,
-        documents=tuple(tuple(part.cu_seqlens.tolist()) for part in batch),
-    )  # fmt: skip
+    for part in state.parts:
+        shape = part.shaped(shape)
+    return replace(shape, documents=tuple(tuple(part.cu_seqlens.tolist()) for part in batch))
 
 
 def declare(model: Any, shape: StepShape, *, optimizer: OptimizerFacts = OPTIMIZERS["adamw"]) -> tuple[Collective, ...]:
     """Every collective of `train_step` on this rank: the plan's, less the rows dropped for capacity in the last one."""
     state = state_of(model)
     planned = summed(calls(state.plan, replace(shape, optimizer=optimizer)))
-    return total([*planned, *dropped(state.balance, shape, state.placement.layers)])
+    return total([*planned, *dropped(state.live(Balance), shape, state.placement.layers)])

@@ -14,6 +14,7 @@ import torch
 from fivefold.config import RunConfig
 from fivefold.launch.world import World
 from fivefold.parallel import passes
+from fivefold.parallel.balance.runtime import Balance
 from fivefold.parallel.state import state_of
 from fivefold.training import header, preflight
 from fivefold.training.display import Line
@@ -73,14 +74,14 @@ def _step(run: LiveRun) -> None:
     targets = max(sum(round_.targets for round_ in rounds), 1)
     scale = torch.tensor(1.0 / targets, dtype=torch.float64, device=run.world.device)
     passes.gradients(run.model, inputs_of_step(run.model, rounds, scale, loss=run.specs.loss))
-    state.balance.end_step()
+    state.live(Balance).end_step()
     all_reduce_sum(squared_norm(run.model))
 
 
 @contextmanager
 def _put_back(model: Any) -> Iterator[None]:
     """Restore random state, buffers and router counts at the end."""
-    balance = state_of(model).balance
+    balance = state_of(model).live(Balance)
     counted, buffers = dict(vars(balance)), {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = [torch.cuda.current_device()] if next(model.parameters()).is_cuda else []
     with torch.random.fork_rng(devices):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fivefold.parallel.adapters import nf4
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES
+from fivefold.parallel.dtypes import COMPUTE_DTYPES
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.state import ParallelState
 from fivefold.verification.observer import Distances

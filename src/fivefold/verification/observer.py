@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import is_within
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.pipeline.runtime import Pipeline
 from fivefold.parallel.pipeline.stages import StageStub
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.sharding import Block, Region, ShardSpec, local_regions
@@ -173,7 +174,7 @@ class Observer:
     def _place(self) -> tuple[int, int]:
         """Micro batch and stage of the pass that begins. In a forward-only run, a micro batch passes all stages of this
         rank before the next one starts."""
-        if slot := self._state.pipeline.running:
+        if slot := self._state.live(Pipeline).running:
             return slot.micro_batch, slot.stage
         stages = self._state.plan.placement.own_stages
         return self._passes // len(stages), stages[self._passes % len(stages)]

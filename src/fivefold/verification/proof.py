@@ -23,10 +23,11 @@ from fivefold.parallel import passes
 from fivefold.parallel.adapters.by_hand import Drawn
 from fivefold.parallel.adapters.sources import Layered
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.balance.runtime import BalanceOptions, configure, movable_biases
+from fivefold.parallel.balance.runtime import Balance, BalanceOptions, configure, movable_biases
 from fivefold.parallel.collectives import Collective, by_group, differing, total
+from fivefold.parallel.dropout.runtime import Dropout
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, master_dtype
+from fivefold.parallel.dtypes import COMPUTE_DTYPES, master_dtype
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.loss.tasks import TopLogProbs
 from fivefold.parallel.plain import everywhere
@@ -79,7 +80,7 @@ class Proof:
             load=case.aux_loss * bool(self.routers), z=case.z_loss * bool(self.routers),
             bias_rate=case.bias_rate * has_biases, capacity_factor=case.capacity_factor,
         )  # fmt: skip
-        configure(self.model, self.state.balance, options, self.state.placement.buffers)
+        configure(self.model, self.state.live(Balance), options, self.state.placement.buffers)
         self.optimizer = build_optimizer(self.model, case.optimizer)
         self.loss = loss_at(case.loss) if case.loss else None
         if self.loss:
@@ -198,13 +199,12 @@ class Proof:
         or python."""
         if self.case.objective in ("sft", "python"):  # python: all that is compared has its loss
             return
-        options, self.state.balance.options = self.state.balance.options, BalanceOptions()  # no router losses
-        scales = self.state.scales.state()
-        with exactly(self.layout.precision), self.state.dropout.off():
+        balance, before = self.state.live(Balance), self.state.state()
+        options, balance.options = balance.options, BalanceOptions()  # no router losses
+        with exactly(self.layout.precision), self.state.deterministic():
             (self._distillation if self.case.objective == "distill" else self._preference)()
-        self.state.balance.options = options
-        self.state.scales.load(scales)  # the first step begins without what these passes left
-        self.state.dropout.step = 0
+        balance.options = options
+        self.state.load(before)  # the first step begins without what these passes left
         gradients = {name: p.grad for name, p in self.model.named_parameters()}
         self.compare.pieces("objective", gradients, self._backwards())
         self._drop_gradients()
@@ -404,7 +404,7 @@ class Proof:
     def _outputs(self) -> None:
         """Run the modules on the first batch, forward only. With a capacity or dropout also backward: these drop only
         in training."""
-        if self.case.capacity_factor is None and not self.state.dropout.has_sites:
+        if self.case.capacity_factor is None and not self.state.live(Dropout).has_sites:
             with exactly(self.layout.precision):
                 training.mean_loss(self.model, self._batch(0), self.loss)
         else:

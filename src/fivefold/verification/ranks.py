@@ -30,7 +30,7 @@ from fivefold.models.build import load_model_config
 from fivefold.parallel import plain
 from fivefold.parallel.adapters.settings import NF4_BLOCK
 from fivefold.parallel.alike import check_alike
-from fivefold.parallel.fsdp.runtime import master_dtype
+from fivefold.parallel.dtypes import master_dtype
 from fivefold.parallel.layout import Layout
 from fivefold.training import agreed
 from fivefold.training.model import balance_options

@@ -28,8 +28,8 @@ from fivefold.models.experts import router_buffers
 from fivefold.parallel.adapters.by_hand import Drawn, put_adapter
 from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.balance.runtime import movable_biases
+from fivefold.parallel.dtypes import COMPUTE_DTYPES, master_dtype
 from fivefold.parallel.fp8.by_hand import put_matmuls
-from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, master_dtype
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.loss.own import LossRow
 from fivefold.parallel.nodes.by_hand import Reductions, Senders, senders, sent

@@ -126,7 +126,7 @@ def loss_is_a_mean_of_means_over_cp() -> Any:
     plain = step.inputs_of_step
 
     def inputs_of_step(model: Any, batch: Any, scale: Tensor, *rest: Any, **options: Any) -> Any:
-        fold = state_of(model).context
+        fold = state_of(model).live(ContextParallel)
         assert fold is not None
         mine = sum(int((fold.cut(torch.from_numpy(each.labels)) != IGNORE).sum()) for each in batch)
         return plain(model, batch, torch.tensor(1.0 / (mine * fold.size), dtype=scale.dtype), *rest, **options)

@@ -9,6 +9,7 @@ from fivefold.ops.dropout import Drop, dropped
 from fivefold.parallel.dropout import runtime
 from fivefold.parallel.dropout.runtime import Dropout
 from fivefold.parallel.dropout.spec import DropOutput
+from fivefold.parallel.state import ParallelState
 from fivefold.torch_internals import is_in_backward
 from tests.verification.faults.fault import Model, fault
 
@@ -23,14 +24,14 @@ BACKWARD = [("gradient of output", r"")]
     layout="cp2", expects=FIRST, model=GPT2,
 )  # fmt: skip
 def dropped_by_local_position() -> Any:
-    plain = Dropout.begin_micro_batch
+    plain = Dropout.begin_rows
 
-    def begin(dropout: Dropout, shape: Sequence[int], *rows: Any) -> None:
-        plain(dropout, shape, *rows)
+    def begin(dropout: Dropout, shape: Sequence[int], *rows: Any, ends_step: bool) -> None:
+        plain(dropout, shape, *rows, ends_step=ends_step)
         assert dropout._whole is not None
         dropout._entered = dropout._own = dropout._whole[:, : dropout.context.share(shape[1])]
 
-    return patch.object(Dropout, "begin_micro_batch", begin)
+    return patch.object(Dropout, "begin_rows", begin)
 
 
 @fault(
@@ -72,12 +73,13 @@ def dropout_unscaled() -> Any:
 def dropped_in_evaluation() -> Any:
     plain = runtime.builders
 
-    def builders(model: Any, dropout: Dropout) -> Any:
+    def builders(state: ParallelState) -> Any:
         def drop_output(edit: DropOutput) -> None:
-            module, drop = model.get_submodule(edit.path), dropout.site(edit.site, ((0, edit.site.features),))
+            module = state.model.get_submodule(edit.path)
+            drop = state.live(Dropout).site(edit.site, ((0, edit.site.features),))
             module.forward = lambda x: drop(x, module.p)
 
-        return {**plain(model, dropout), DropOutput: drop_output}
+        return {**plain(state), DropOutput: drop_output}
 
     return patch.object(runtime, "builders", builders)
 
@@ -97,10 +99,12 @@ def not_dropped_in_backward() -> Any:
     layout="single+mb4", expects=FIRST, model=GPT2,
 )  # fmt: skip
 def same_draw_in_two_micro_batches() -> Any:
-    plain = Dropout.begin_micro_batch
-    return patch.object(
-        Dropout, "begin_micro_batch", lambda dropout, shape, _, *cut: plain(dropout, shape, range(shape[0]), *cut)
-    )
+    plain = Dropout.begin_rows
+
+    def begin(dropout: Dropout, shape: Sequence[int], _: Any, *cut: Any, ends_step: bool) -> None:
+        plain(dropout, shape, range(shape[0]), *cut, ends_step=ends_step)
+
+    return patch.object(Dropout, "begin_rows", begin)
 
 
 @fault(

@@ -1,7 +1,7 @@
 """Adapters in a frozen model: branches of its linears and experts, its embedding, its frozen parameters."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,14 @@ from fivefold.parallel.adapters.settings import Lora, nf4_bytes
 from fivefold.parallel.adapters.sources import WithAdapters
 from fivefold.parallel.adapters.spec import Attach, Freeze, RestFrozen, SendGradient
 from fivefold.parallel.edits import Builders
+from fivefold.parallel.state import LivePart, ParallelState
+
+
+@dataclass(frozen=True)
+class Adapter(LivePart):
+    """Settings of the adapter of one model, if it has one."""
+
+    lora: Lora | None
 
 
 def with_adapter(
@@ -88,8 +96,9 @@ def _low_rank(linears: Linears, x_SI: Tensor, counts_E: Tensor, a: Tensor, b: Te
     return scale * plain.grouped(made_Sr, b, counts_E, is_transposed=False)
 
 
-def builders(model: nn.Module, dtype: torch.dtype, lora: Lora | None) -> Builders:
-    """Builders of the adapter `lora`. `dtype`: in which the model computes."""
+def builders(state: ParallelState) -> Builders:
+    """Builders of an adapter."""
+    model, lora = state.model, state.live(Adapter).lora
     scale = lora.scale if lora else 0.0
 
     def send_gradient(edit: SendGradient) -> None:
@@ -100,7 +109,7 @@ def builders(model: nn.Module, dtype: torch.dtype, lora: Lora | None) -> Builder
         Freeze: lambda edit: _freeze(model),
         Attach: lambda edit: _attach(model.get_submodule(edit.path), edit, scale),
         SendGradient: send_gradient,
-        RestFrozen: lambda edit: _rest_frozen(model, dtype),
+        RestFrozen: lambda edit: _rest_frozen(model, state.dtype),
     }
 
 

@@ -15,8 +15,9 @@ Legend: B rows, T tokens of a row (those of this rank), E experts, K experts per
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,8 @@ from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.experts import capacity
 from fivefold.parallel.experts.capacity import Shares
-from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import tokens_by_rank
+from fivefold.parallel.state import LivePart, ParallelState
 from fivefold.parallel.tensor.runtime import TensorParallel
 
 BIAS = "e_score_correction_bias"
@@ -77,7 +78,7 @@ class BalanceResult:
 
 
 @dataclass
-class Balance:
+class Balance(LivePart):
     """Balance of the routers of one model, on this rank. Every model has one; without `modules` it does nothing.
 
     `options` may be set until the first step. `senders`: number of tp ranks that send the same token to its experts: tp
@@ -97,6 +98,12 @@ class Balance:
     _seen: dict[str, Tensor] = field(default_factory=dict)  # of the current micro batch: see `_note`
     _summed: dict[str, Tensor] = field(default_factory=dict)
 
+    @classmethod
+    def make(cls, state: ParallelState) -> Self:
+        plan = state.plan
+        modules = plan.facts.experts if plan.watches_routers else ()  # every router, if all of them return logits
+        return cls(modules, plan.layout.etp, state.live(TensorParallel), state.live(ContextParallel), state.device)
+
     @property
     def _row_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Groups of the ranks that have other tokens of the same rows."""
@@ -111,13 +118,21 @@ class Balance:
         self._scale = 1.0 / (max(rows, 1) * max(len(self.modules), 1))
         self._seen, self._summed = {}, {}
 
-    def begin_micro_batch(self, tokens_B: Tensor | None, *, again: bool = False) -> None:
-        """Begin a micro batch. `tokens_B`: real tokens of each row, int64 [B] on the device; None: no rows. `again`: a
-        forward that backward recomputes, whose tokens are already counted. Only pipelines pass it, because there other
+    def begin_micro_batch(self, row_tokens: Tensor | None, *, again: bool = False) -> None:
+        """Begin a micro batch. `row_tokens`: real tokens of each row, int64 [B] on the device; None: no rows. `again`:
+        backward recomputes the forward, whose tokens are already counted. Only pipelines pass it, because there other
         micro batches run in between."""
         for name, numbers in self._seen.items():
             self._summed[name] = self._summed[name] + numbers if name in self._summed else numbers
-        self._seen, self._tokens_B, self._is_again = {}, tokens_B, again
+        self._seen, self._tokens_B, self._is_again = {}, row_tokens, again
+
+    def in_gradients(self, state: ParallelState, rows: int) -> AbstractContextManager[None]:
+        self.begin_step(rows)
+        return nullcontext()
+
+    def shaped(self, shape: StepShape) -> StepShape:
+        options = self.options
+        return replace(shape, balances_load=bool(options.load), has_capacity=options.capacity_factor is not None)
 
     def end_step(self) -> BalanceResult:
         """End the step, and return what the routers of all ranks did. Every rank calls this."""
@@ -254,15 +269,10 @@ def _parts(output: Any) -> tuple[Tensor, Tensor, Tensor]:
     return floats[0], floats[1], index
 
 
-def balance_of(plan: ParallelPlan, tensor: TensorParallel, context: ContextParallel, device: torch.device) -> Balance:
-    """Make the balance of a plan, with every router if all of them return logits. No module is changed yet."""
-    modules = plan.facts.experts if plan.watches_routers else ()
-    return Balance(modules, plan.layout.etp, tensor, context, device)
-
-
-def builders(model: nn.Module, balance: Balance) -> Builders:
+def builders(state: ParallelState) -> Builders:
     """Builders that watch routers."""
-    return {WatchRouter: lambda edit: balance.watch(model, edit.experts)}
+    balance = state.live(Balance)
+    return {WatchRouter: lambda edit: balance.watch(state.model, edit.experts)}
 
 
 def configure(model: nn.Module, balance: Balance, options: BalanceOptions, buffers: Collection[str]) -> None:

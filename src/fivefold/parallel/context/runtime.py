@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold.core.errors import UserError
 from fivefold.core.model_limits import CPMethod
@@ -45,16 +45,17 @@ from fivefold.parallel.context.kv_exchange import (
 )
 from fivefold.parallel.context.ring import SharedRows
 from fivefold.parallel.edits import Builders
+from fivefold.parallel.graphs.runtime import Compiled
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Tokens, tokens_by_rank
+from fivefold.parallel.state import LivePart, ParallelState
 from fivefold.parallel.tensor.mappings import mapping
 
 # ---- context parallelism of a model ----------------------------------------------------------------------------------
 
 
 @dataclass
-class ContextParallel:
+class ContextParallel(LivePart):
     """Context parallelism of one model on this rank.
 
     Every model has one. `group` is None if cp is 1: then rows stay as they are. `is_on` changes during a run:
@@ -71,6 +72,18 @@ class ContextParallel:
     is_on: bool = True
     head_in_chunks: bool = False
     combine: offdiagonal.Combine = offdiagonal.combine  # or compiled
+    whole_sequences: ClassVar = {"is_on": False}
+    chunked_head: ClassVar = {"head_in_chunks": True}
+
+    @classmethod
+    def make(cls, state: ParallelState) -> Self:
+        plan, group = state.plan, state.mesh.groups.get("cp")
+        combine = state.live(Compiled).block("attention over cp", offdiagonal.combine)
+        if group is None:
+            return cls(None, 0, 1, plan.cp_method, None, None, is_on=False, combine=combine)
+        exchange, ulysses = _groups(state.mesh, plan.cp_method)
+        rank, ranks = plan.placement.coords.cp, plan.layout.cp
+        return cls(group, rank, ranks, plan.cp_method, exchange, ulysses, combine=combine)
 
     @property
     def row_groups(self) -> list[dist.ProcessGroup]:
@@ -273,18 +286,9 @@ def _attended(q: Tensor, kv: Tensor, sinks: Tensor | None, job: CPAttentionArgs)
 # ---- context parallelism in a model ----------------------------------------------------------------------------------
 
 
-def context_parallel(plan: ParallelPlan, mesh: Mesh, combine: offdiagonal.Combine) -> ContextParallel:
-    """Make the context parallelism of a plan. `combine`: see `models/offdiagonal.py`. No module is changed yet."""
-    group = mesh.groups.get("cp")
-    if group is None:
-        return ContextParallel(None, 0, 1, plan.cp_method, None, None, is_on=False, combine=combine)
-    exchange, ulysses = _groups(mesh, plan.cp_method)
-    rank, ranks = plan.placement.coords.cp, plan.layout.cp
-    return ContextParallel(group, rank, ranks, plan.cp_method, exchange, ulysses, combine=combine)
-
-
-def builders(model: nn.Module, fold: ContextParallel) -> Builders:
-    """Builders that hook the base, the head and the attention modules of `model`."""
+def builders(state: ParallelState) -> Builders:
+    """Builders that hook the base, the head and the attention modules of a model."""
+    model, fold = state.model, state.live(ContextParallel)
 
     def cut_rows(edit: spec.CutRows) -> None:  # prepended: before anything counts tokens
         model.get_submodule(edit.path).register_forward_pre_hook(_cut_rows(fold), with_kwargs=True, prepend=True)

@@ -1,17 +1,16 @@
 """Dropout by global numbers in a live model: what a rank drops follows from its tokens and features, not from its rank.
 
-`begin_micro_batch` hashes the tokens of a micro batch. Each site mixes them with a key of its own (`ops/dropout.py`).
+`begin_rows` hashes the tokens of a micro batch. Each site mixes them with a key of its own (`ops/dropout.py`).
 A pipeline begins a micro batch again before its backward, whose recomputed forwards then drop the same.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold.core.errors import UserError
 from fivefold.models.attention import DROPS
@@ -31,15 +30,17 @@ from fivefold.ops.dropout import (
 )
 from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.dropout.spec import AddNoise, DropCalls, DropInput, DropOutput, DropProbabilities
+from fivefold.parallel.dtypes import master_dtype
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.ranks import Blocks
+from fivefold.parallel.state import LivePart, ParallelState
 from fivefold.parallel.tensor.runtime import TensorParallel
 
 STEP = "dropout_step"  # in the state of a checkpoint
 
 
 @dataclass
-class Dropout:
+class Dropout(LivePart):
     """Dropout of one model on this rank. Every model has one; without sites it does nothing.
 
     `step`: number of the step, from 0. `is_on`: False where nothing is dropped, whatever the model's mode.
@@ -53,27 +54,38 @@ class Dropout:
     dtype: torch.dtype = torch.float32  # of noise before it is added
     step: int = 0
     is_on: bool = True
+    deterministic: ClassVar = {"is_on": False}
     _whole: Tensor | None = None  # hashes of the tokens of whole rows, [B, T]
     _entered: Tensor | None = None  # of this cp rank's tokens
     _own: Tensor | None = None  # of those whose hidden states this rank has
     _lengths: tuple[Tensor, ...] = ()  # of the documents of own and entered tokens, for NEFTune
+
+    @classmethod
+    def make(cls, state: ParallelState) -> Self:
+        tensor, context = state.live(TensorParallel), state.live(ContextParallel)
+        dtype = master_dtype(state.plan.layout.precision)
+        return cls(state.seed, state.plan.facts.dropouts, tensor, context, state.device, dtype)
 
     @property
     def has_sites(self) -> bool:
         """True if anything is dropped, or noise is drawn."""
         return bool(self.sites)
 
-    def begin_micro_batch(self, shape: Sequence[int], places: Sequence[int], cu_seqlens: Tensor | None = None) -> None:
-        """Begin a micro batch of whole rows, of `shape` [B, T, ..], at these `places` of the global batch. Without
-        `cu_seqlens` each row is a document."""
+    def begin_rows(
+        self, shape: Sequence[int], places: Sequence[int], cu_seqlens: Tensor | None, *, ends_step: bool
+    ) -> None:
+        step, self.step = self.step, self.step + ends_step
         if not self.has_sites:
             return
         rows, length = shape[:2]
-        self._whole = token_hashes(self.seed, self.step, places, length, self.device)
+        self._whole = token_hashes(self.seed, step, places, length, self.device)
         self._own, self._entered = self._parts(self._whole)
         if any(site.kind == "embedding" for site in self.sites):
             lengths = _document_lengths(cu_seqlens, rows, length)
             self._lengths = self._parts(lengths.to(self.device, self.dtype))
+
+    def after_step(self, *, skipped: bool) -> None:
+        self.step += 1
 
     def _parts(self, whole: Tensor) -> tuple[Tensor, Tensor]:
         """Cut [B, T] to the tokens whose hidden states this rank has, and to those of this cp rank."""
@@ -88,15 +100,6 @@ class Dropout:
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
         self.step = int(state.get(STEP, 0))
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Drop nothing in this context."""
-        before, self.is_on = self.is_on, False
-        try:
-            yield
-        finally:
-            self.is_on = before
 
     # ---- at a site ---------------------------------------------------------------------------------------------------
 
@@ -188,8 +191,9 @@ def _check(x: Tensor, hashes: Tensor, site: DropoutSite) -> None:
         )
 
 
-def builders(model: nn.Module, dropout: Dropout) -> Builders:
-    """Builders that let every site of `model` drop by global numbers."""
+def builders(state: ParallelState) -> Builders:
+    """Builders that let every site of a model drop by global numbers."""
+    model, dropout = state.model, state.live(Dropout)
 
     def drop_output(edit: DropOutput) -> None:
         module: Any = model.get_submodule(edit.path)

@@ -20,21 +20,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.models.experts import EAGER, Permute, RowKernels, expert_mlp, inverse, routed
+from fivefold.models.experts import Permute, RowKernels, expert_mlp, inverse, routed
 from fivefold.models.facts import Experts
 from fivefold.ops.keep import kept
-from fivefold.ops.linear import PLAIN, Linears
+from fivefold.ops.linear import Linears
+from fivefold.parallel.balance.runtime import Balance
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.experts import spec
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.graphs.runtime import Compiled
+from fivefold.parallel.linears.runtime import LinearsOfModel
 from fivefold.parallel.sharding import Block, split_even
+from fivefold.parallel.state import LivePart, ParallelState
 from fivefold.parallel.tensor.mappings import exchange, gather, mapping
 from fivefold.parallel.tensor.runtime import TensorParallel
 
@@ -42,7 +45,7 @@ from fivefold.parallel.tensor.runtime import TensorParallel
 
 
 @dataclass(frozen=True)
-class ExpertParallel:
+class ExpertParallel(LivePart):
     """Expert parallelism of one model on this rank. `group`: None if every rank has all experts. With `expert_tp` this
     rank has part `part` of the `parts` = tp parts of each of its experts; else part 0 of 1. `drops`: tells if routers
     may drop picks now. `names`: of modules."""
@@ -54,9 +57,18 @@ class ExpertParallel:
     part: int
     parts: int
     drops: Callable[[], bool]
-    linears: Linears = PLAIN
-    kernels: RowKernels = EAGER
+    linears: Linears
+    kernels: RowKernels
     names: dict[nn.Module, str] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, state: ParallelState) -> Self:
+        grid, parts = state.placement.grid, state.plan.layout.etp
+        cut = grid.shard_index(state.placement.rank, "ep").part
+        tensor, drops = state.live(TensorParallel), state.live(Balance).drops
+        linears, kernels = state.live(LinearsOfModel).linears, RowKernels().built(state.live(Compiled).block)
+        group, modules = state.mesh.groups.get("ep"), state.plan.facts.experts
+        return cls(modules, group, cut // parts, tensor, cut % parts, parts, drops, linears, kernels)
 
     def forward(self, module: nn.Module, experts: int, *given: Any, **named: Any) -> Tensor:
         """Replace a module's own forward, in any of its signatures: hidden states, indices, weights."""
@@ -114,25 +126,9 @@ class ExpertParallel:
         return expert_mlp(module, rows_SD, counts_E, biased_from=first, linears=self.linears.of(self.names[module]))
 
 
-def expert_parallel(
-    plan: ParallelPlan,
-    tensor: TensorParallel,
-    group: dist.ProcessGroup | None,
-    drops: Callable[[], bool],
-    linears: Linears = PLAIN,
-    kernels: RowKernels = EAGER,
-) -> ExpertParallel:
-    """Make the expert parallelism of a plan. No module is changed yet.
-
-    `group`: the ranks that experts are distributed to. `drops`: tells if routers may drop picks now. `linears`: how
-    experts multiply. `kernels`: for the other operations on their rows.
-    """
-    cut, parts = plan.placement.grid.shard_index(plan.placement.rank, "ep").part, plan.layout.etp
-    return ExpertParallel(plan.facts.experts, group, cut // parts, tensor, cut % parts, parts, drops, linears, kernels)
-
-
-def builders(model: nn.Module, fold: ExpertParallel) -> Builders:
+def builders(state: ParallelState) -> Builders:
     """Builders that replace the forwards of experts and routers. Parameters are cut as those of tensor parallelism."""
+    model, fold = state.model, state.live(ExpertParallel)
 
     def send_rows(edit: spec.SendRows) -> None:
         module = model.get_submodule(edit.path)

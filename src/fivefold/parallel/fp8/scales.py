@@ -10,20 +10,23 @@ Example, a weight [8, 4] over dp_shard2: each rank casts its 4 rows by the scale
 """
 
 from collections.abc import Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold.models import hf_internals
+from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.fp8.amax import AmaxHistory
 from fivefold.parallel.fp8.matmul import DTYPES, cast_to_fp8, scale_of
 from fivefold.parallel.fp8.recipes import RECIPES, Cast
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fp8.weight import Fp8Weight
 from fivefold.parallel.fsdp.gathers import Gather
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.state import LivePart, ParallelState
 
 KEY = "fp8_amax"  # of a checkpoint's state: largest values of earlier steps, by linear
 
@@ -47,36 +50,39 @@ class Fp8Format:
         parameter.scale = scale
 
 
-class Fp8Scales:
+class Fp8Scales(LivePart):
     """Scales of one model: of the weights `plan.feature(Fp8Plan).gathers` of the whole model, which compute in `dtype`,
     and the `history` of its linears. Without fp8 it does nothing."""
 
-    def __init__(self, plan: ParallelPlan, device: torch.device, dtype: torch.dtype) -> None:
-        fp8 = plan.feature(Fp8Plan)
-        self.history = AmaxHistory(fp8.amax_names, fp8.amax_steps, device)
-        self._names, self._dtype = fp8.gathers, dtype
-        self._cast = RECIPES[plan.layout.fp8].output[1] if self._names else None
+    def __init__(self, state: ParallelState) -> None:
+        fp8 = state.plan.feature(Fp8Plan)
+        self.history = AmaxHistory(fp8.amax_names, fp8.amax_steps, state.device)
+        self._names, self._dtype = fp8.gathers, state.dtype
+        self._cast = RECIPES[state.plan.layout.fp8].output[1] if self._names else None
         self._weights: dict[int, tuple[Gather, Fp8Format]] = {}  # of this rank, by their places in the names
-        self._rows = torch.tensor([], dtype=torch.int64, device=device)
+        self._rows = torch.tensor([], dtype=torch.int64, device=state.device)
 
-    def formats(self, model: nn.Module) -> dict[str, Fp8Format]:
+    @classmethod
+    def make(cls, state: ParallelState) -> Self:
+        return cls(state)
+
+    def formats(self, state: ParallelState) -> Mapping[str, Fp8Format]:
         """Formats of the weights that this rank sends in fp8, by name. A linear of another class multiplies by itself,
         in the compute dtype."""
         if self._cast is None:
             return {}
-        modules = dict(model.named_modules())
+        modules = dict(state.model.named_modules())
         here = ((name, modules.get(name.rpartition(".")[0])) for name in self._names)
         return {name: Fp8Format(self._cast) for name, linear in here if linear and hf_internals.is_plain_linear(linear)}
 
-    def use(self, gathers: Mapping[str, Gather], formats: Mapping[str, Fp8Format]) -> None:
-        """Cast the weights of `formats` by these scales; `gathers` has their shards."""
-        places = ((place, name) for place, name in enumerate(self._names) if name in formats and name in gathers)
-        self._weights = {place: (gathers[name], formats[name]) for place, name in places}
+    def end_allocation(self, state: ParallelState, gathers: Mapping[str, Gather]) -> None:
+        own = {name: (gather, gather.wire) for name, gather in gathers.items() if isinstance(gather.wire, Fp8Format)}
+        self._weights = {place: own[name] for place, name in enumerate(self._names) if name in own}
         self._rows = self._rows.new_tensor([*self._weights])
 
     @torch.no_grad()
     def begin_passes(self) -> None:
-        """Compute the scales of the weights as they are now. All ranks of the world call this together."""
+        """Compute the scales of the weights as they are now."""
         if self._cast is None:
             return
         device = self.history.device
@@ -91,11 +97,20 @@ class Fp8Scales:
         for place, (_, format) in self._weights.items():
             format.scale = scales[place].reshape(1, 1)
 
+    def in_gradients(self, state: ParallelState, rows: int) -> AbstractContextManager[None]:
+        return self.history.recording()
+
+    def shaped(self, shape: StepShape) -> StepShape:
+        return replace(shape, has_history=not self.history.is_first)
+
+    def after_step(self, *, skipped: bool) -> None:
+        if not skipped:
+            self.history.end_step()
+
     def state(self) -> dict[str, Any]:
-        """Entries of a checkpoint's state; none without a history."""
+        """The history, if there is one."""
         state = self.history.state()
         return {KEY: state} if state else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of any checkpoint."""
         self.history.load(state.get(KEY, {}))

@@ -9,7 +9,7 @@ take a quarter of a step with a model of 1M parameters.
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError
 from fivefold.parallel.dtensor import local, with_local
+from fivefold.parallel.fsdp.spec import FsdpPlan
+from fivefold.parallel.state import LivePart, ParallelState
 from fivefold.torch_internals import (
     after_this_backward,
     call_gradient_hooks,
@@ -25,7 +27,7 @@ from fivefold.torch_internals import (
 )
 
 
-class Copies:
+class Copies(LivePart):
     """Copies of `names` in `dtype`: made once, they stay in memory. A parameter of this dtype is not copied.
 
     `is_held`: they stay in place until `put_back` is called, as ZeRO-1 and 2 keep gathered parameters.
@@ -49,6 +51,11 @@ class Copies:
             for leaf, parameter in module._parameters.items()
             if parameter is not None and parameter in self._of
         ]
+
+    @classmethod
+    def make(cls, state: ParallelState) -> Self:
+        """Made once parameters are allocated."""
+        return cls(state.model, state.plan.feature(FsdpPlan).stood_in_for, state.dtype)
 
     def put_in(self) -> None:
         """Put the copies in the parameters' places, with the parameters' current values."""

@@ -9,14 +9,15 @@ FSDP gathers all other parameters by itself: stored in fp32 on the device, sent 
 on the stream that copies what it sends, so that transfers from host memory overlap compute.
 """
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold.parallel.offload.host_memory import HostMemory
+from fivefold.parallel.offload.runtime import Offload
+from fivefold.parallel.state import ParallelState
 from fivefold.torch_internals import fsdp_gather_by, fsdp_pad, fsdp_shards
 
 
@@ -43,7 +44,7 @@ class Gather:
     def __init__(
         self, dtype: torch.dtype, device: torch.device, wire: WireFormat | None, memory: HostMemory | None
     ) -> None:
-        self._dtype, self._device, self._wire, self._memory = dtype, device, wire, memory
+        self._dtype, self._device, self.wire, self._memory = dtype, device, wire, memory
 
     def rest(self, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Allocate host memory for the padded shard; None on the device."""
@@ -66,8 +67,8 @@ class Gather:
     ) -> tuple[tuple[Tensor], Tensor | None]:
         """(values that this rank sends, scale)."""
         values, scale = self.there().to(self._dtype), None
-        if self._wire is not None:
-            values, scale = self._wire.encode(values)
+        if self.wire is not None:
+            values, scale = self.wire.encode(values)
         if len(values) < self.rows:
             values = F.pad(values, (0, 0) * (values.ndim - 1) + (0, self.rows - len(values)))
         return (values,), scale
@@ -75,26 +76,25 @@ class Gather:
     def after(self, gathered: tuple[Tensor], scale: Tensor | None, dtype: Any, *, out: Any = None) -> Any:
         """Return the padded parameter. `out`: the one that was made first, whose storage `gathered` shares."""
         (values,) = gathered
-        if self._wire is None:
+        if self.wire is None:
             return None if out is not None else (values, ())
         assert scale is not None
         if out is None:
-            return self._wire.decode(values, scale, self._dtype), ()
-        self._wire.rescale(out, scale)
+            return self.wire.decode(values, scale, self._dtype), ()
+        self.wire.rescale(out, scale)
         return None
 
 
-def gather_parameters(
-    model: nn.Module, device: torch.device, dtype: torch.dtype, memory: HostMemory | None,
-    formats: Mapping[str, WireFormat],
-) -> dict[str, Gather]:  # fmt: skip
+def gather_parameters(state: ParallelState) -> dict[str, Gather]:
     """Allocate the parameters, sharded on the meta device, where they are stored, and let FSDP gather them from there.
     Returns those that FSDP does not gather by itself, by name.
 
-    `memory`: their storage. Their DTensors report the device, because their gradients are there, and the optimizer
-    fetches them (`offload/runtime.py`). `formats`: of those that are not sent in `dtype`. Modules go one by one, so
-    that the device holds one of them at a time.
+    DTensors of parameters in host memory report the device, because their gradients are there, and the optimizer
+    fetches them (`offload/runtime.py`). Modules go one by one, so that the device holds one of them at a time.
     """
+    model, device = state.model, state.device
+    formats = {name: form for part in state.parts for name, form in part.formats(state).items()}
+    memory = state.live(Offload).memory if state.plan.layout.offload_parameters else None
     found = dict[str, Gather]()
     shards = fsdp_shards(model)
     for path, module in model.named_modules():
@@ -108,6 +108,6 @@ def gather_parameters(
                 continue
             fsdp_pad(of)
             if name in formats or memory is not None:
-                found[name] = Gather(dtype, device, formats.get(name), memory)
+                found[name] = Gather(state.dtype, device, formats.get(name), memory)
                 fsdp_gather_by(of, found[name])
     return found

@@ -5,7 +5,7 @@ ranks, accumulation and later folds agree by construction (and gloo, which has n
 `unshards.py` has the table of what each stage gathers and reduces, and when.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed import tensor as dtensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from fivefold.parallel.dtypes import COMPUTE_DTYPES
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.fsdp.copies import Copies
 from fivefold.parallel.fsdp.spec import (
@@ -31,32 +32,21 @@ from fivefold.parallel.fsdp.spec import (
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.nodes.levels import Gather, Reduce, in_one_level, in_two_levels
 from fivefold.parallel.nodes.wire import Int8Wire, Part
+from fivefold.parallel.state import METHODS, ParallelState, state_of
 from fivefold.torch_internals import fsdp_cuts_own_shards, fsdp_drop_copy, fsdp_forget, fsdp_keep_copy, fsdp_sent
 
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-# Default precision of a model stored in such a dtype.
-PRECISION_OF = {dtype: name for name, dtype in COMPUTE_DTYPES.items()} | {torch.float16: "bf16"}
 
-
-def master_dtype(precision: str) -> torch.dtype:
-    """Dtype of parameters and optimizer state: fp32, or fp64 in a proof that computes in it."""
-    return torch.float64 if precision == "fp64" else torch.float32
-
-
-def builders(
-    model: nn.Module, plan: FsdpPlan, mesh: Mesh, reduce_dtype: torch.dtype, stand_ins: Callable[[], Copies],
-    methods: Sequence[str],
-) -> Builders:  # fmt: skip
-    """Builders that shard a model in place with FSDP2. `reduce_dtype`: the type of gradient sums. `stand_ins`: see
-    `copies.py`. `methods`: those that run the model, besides its forward."""
+def builders(state: ParallelState) -> Builders:
+    """Builders that shard a model in place with FSDP2, or replace its parameters in compute (`copies.py`)."""
+    model, mesh, plan = state.model, state.mesh, state.plan.feature(FsdpPlan)
     return {
-        Shard: lambda edit: _shard(model.get_submodule(edit.path), edit.unit, mesh, reduce_dtype),
+        Shard: lambda edit: _shard(model.get_submodule(edit.path), edit.unit, mesh, state.reduce_dtype),
         KeepCopy: lambda edit: leave_after_forward(model.get_submodule(edit.path), edit.unit, mesh),
         SendOtherwise: lambda edit: _send_otherwise(model, edit.unit, mesh, plan),
         PrefetchWithinStages: lambda edit: _prefetch_within(model, edit.stages),
         RestAsDTensors: lambda edit: rest_in_dtensors(model, mesh),
-        StandIn: lambda edit: stand_ins().around_model(model, methods),
-        CastInputs: lambda edit: stand_ins().before_layer(model.get_submodule(edit.path)),
+        StandIn: lambda edit: state.live(Copies).around_model(model, METHODS),
+        CastInputs: lambda edit: state.live(Copies).before_layer(model.get_submodule(edit.path)),
     }
 
 
@@ -132,12 +122,11 @@ def rest_in_dtensors(model: nn.Module, mesh: Mesh) -> None:
 
 def reshard(model: Any) -> None:
     """Drop gathered and copied parameters, so that the next use sees the parameters as they are then."""
-    for module in model.modules() if model.fivefold.plan.feature(FsdpPlan).is_used else ():
+    for module in model.modules() if state_of(model).plan.feature(FsdpPlan).is_used else ():
         if isinstance(module, FSDPModule):
             module.reshard()
             fsdp_drop_copy(module)
-    if copies := model.fivefold.copies:
-        copies.put_back()
+    state_of(model).live(Copies).put_back()
 
 
 def put_in_order(model: Any) -> None:

@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
 
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.graphs.spec import Compile, Outside
+from fivefold.parallel.state import LivePart, ParallelState
 from fivefold.torch_internals import compiled_versions, heard_from_dynamo, keep_headers
 
 VERSIONS = 64  # of one function; torch's 8 are used up by a model with several kinds of layers
@@ -27,14 +27,22 @@ LATE_WAITS: dict[str, Any] = {
 
 
 @dataclass
-class Compiled:
-    """Compiled blocks of one model. `given_up`: those at which Dynamo stopped compiling, and its reason."""
+class Compiled(LivePart):
+    """Compiled blocks of one model. `is_on`: there are some. `given_up`: those at which Dynamo stopped compiling, and
+    its reason."""
 
+    is_on: bool = True
     given_up: dict[str, str] = field(default_factory=dict)
     _told: int = 0
 
+    @classmethod
+    def make(cls, state: ParallelState) -> Self:
+        return cls(state.plan.compiled)
+
     def block(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Compile `forward` of block `name`."""
+        if not self.is_on:
+            return forward
         compiled_versions(at_least=VERSIONS)
         keep_headers()
         compiled = torch.compile(forward, options=LATE_WAITS)
@@ -65,8 +73,9 @@ def said(name: str, reason: str) -> str:
     )
 
 
-def builders(model: nn.Module, compiled: Compiled) -> Builders:
+def builders(state: ParallelState) -> Builders:
     """Builders that compile layers."""
+    model, compiled = state.model, state.live(Compiled)
 
     def outside(edit: Outside) -> None:
         row = model.get_submodule(edit.path)

@@ -1,17 +1,39 @@
 """Linears of any registered class that multiply by `ops/linear.py`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from torch import nn
 
 from fivefold.models import hf_internals
-from fivefold.ops.linear import Linears, Multiply, Role
+from fivefold.ops.linear import Linears, Multiply, Role, WeightGradStore
 from fivefold.parallel.edits import Builders
+from fivefold.parallel.fp8.runtime import products
+from fivefold.parallel.fp8.scales import Fp8Scales
 from fivefold.parallel.linears import spec
+from fivefold.parallel.state import LivePart, ParallelState
+from fivefold.parallel.tensor.runtime import TensorParallel
 
 
-def builders(model: nn.Module, linears: Linears, reduce: Multiply) -> Builders:
-    """Builders of linears. `linears`: how they multiply. `reduce`: sums the partial products of a row."""
+@dataclass(frozen=True)
+class LinearsOfModel(LivePart):
+    """Multiplication of the linears of one model."""
+
+    linears: Linears
+
+    @classmethod
+    def make(cls, state: ParallelState) -> Self:
+        history = state.live(Fp8Scales).history
+        store = WeightGradStore() if state.plan.layout.schedule.splits_backward else None
+        by_role = products(state.model, state.mesh, history)
+        return cls(Linears(store, by_role, state.plan.matmuls.multiplies, are_outside=bool(history.names)))
+
+
+def builders(state: ParallelState) -> Builders:
+    """Builders of linears."""
+    model, linears = state.model, state.live(LinearsOfModel).linears
+    reduce = state.live(TensorParallel).leave  # sums the partial products of a row
 
     def multiply(edit: spec.Multiply) -> None:
         place(

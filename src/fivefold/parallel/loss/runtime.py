@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from fivefold.data.batch import IGNORE
 from fivefold.models.anatomy import Anatomy
+from fivefold.parallel.graphs.runtime import Compiled
+from fivefold.parallel.state import LivePart, ParallelState
 from fivefold.parallel.tensor.runtime import TensorParallel
 from fivefold.torch_internals import saves_memory_of
 
@@ -268,9 +270,14 @@ def _held(tokens_NK: Tensor, shares_NK: Tensor, columns: int, fold: TensorParall
 _Held = list[tuple[Tensor, Tensor]]  # columns and shares, [N, K] each
 
 
-class Kernels:
+class Kernels(LivePart):
     """Functions run operator by operator. One fp32 (fp64) buffer of [N, V] is updated in place: exponentials, softmax,
     gradient. The logits themselves serve as the buffer if they may be overwritten."""
+
+    @classmethod
+    def make(cls, state: ParallelState) -> "Kernels":
+        compiled = state.live(Compiled)
+        return CompiledKernels(compiled.block) if compiled.is_on else EAGER
 
     def highest(self, logits_NV: Tensor, own: _Held, heat: float) -> tuple[Tensor, Tensor]:
         """Maximum logit, and the targets' logits weighted by their shares: fp32 (fp64) [N] each."""

@@ -16,20 +16,20 @@ there (`fsdp/gathers.py`); their gradients stay on the device.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold.core.errors import UserError
 from fivefold.core.units import in_parts
 from fivefold.parallel.dtensor import local, put_local, with_local
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.lanes import Copies, Lane
-from fivefold.parallel.layout import Layout
 from fivefold.parallel.offload.activations import HostActivations
 from fivefold.parallel.offload.host_memory import HostMemory, most_bytes
 from fivefold.parallel.offload.spec import OffloadActivations, part_bytes
+from fivefold.parallel.state import LivePart, ParallelState
 from fivefold.torch_internals import step_hooks
 
 WEIGHT = ""  # the kind of a parameter itself, besides those of its state
@@ -37,24 +37,29 @@ WALKING = "fivefold_walking"  # an attribute of an optimizer whose state is on t
 
 
 @dataclass(frozen=True)
-class Offload:
+class Offload(LivePart):
     """Parts of a model that lie in host memory. `memory`: None if there are none."""
 
     memory: HostMemory | None
     states: "OptimizerStates"
     activations: HostActivations | None
 
+    @classmethod
+    def make(cls, state: ParallelState) -> Self:
+        layout, device = state.plan.layout, state.device
+        is_on = layout.offload_optimizer or layout.offload_activations or layout.offload_parameters
+        memory = HostMemory(locks=device.type == "cuda") if is_on else None
+        states = OptimizerStates(memory, device, is_on=layout.offload_optimizer)
+        return cls(memory, states, HostActivations(memory, device) if memory and layout.offload_activations else None)
 
-def offload_of(layout: Layout, device: torch.device) -> Offload:
-    """Set up what `layout` offloads."""
-    is_on = layout.offload_optimizer or layout.offload_activations or layout.offload_parameters
-    memory = HostMemory(locks=device.type == "cuda") if is_on else None
-    states = OptimizerStates(memory, device, is_on=layout.offload_optimizer)
-    return Offload(memory, states, HostActivations(memory, device) if memory and layout.offload_activations else None)
+    def end_allocation(self, state: ParallelState, gathers: Mapping[str, Any]) -> None:
+        if state.plan.layout.offload_parameters:
+            self.states.rest({state.model.get_parameter(name): gather.shard for name, gather in gathers.items()})
 
 
-def builders(model: nn.Module, offload: Offload) -> Builders:
+def builders(state: ParallelState) -> Builders:
     """Builders that let layers save in host memory."""
+    model, offload = state.model, state.live(Offload)
 
     def offload_activations(edit: OffloadActivations) -> None:
         assert offload.activations is not None, "the layout offloads them"

@@ -7,6 +7,7 @@ outer weights, and every replica goes on from these, with the same bits. The opt
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -16,13 +17,14 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.in_order import mean_in_order
 from fivefold.parallel.outer.spec import averaged, buckets
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.state import LivePart, ParallelState
 
 MOMENTUM = "outer_momentum"  # kind of a checkpoint's tensors, beside `weight`, which are the outer weights
 _APART = "replica"  # prefix of the kinds of one replica
 
 
 @dataclass
-class OuterSteps:
+class OuterSteps(LivePart):
     """The outer steps of one model on this rank. Every model has them; without `outer.every` there are none.
 
     `weights`: this rank's part of the outer weights, by parameter, once begun. `have_met`: every replica has them now.
@@ -34,6 +36,10 @@ class OuterSteps:
     have_met: bool = False
     _parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     _optimizer: torch.optim.SGD | None = None
+
+    @classmethod
+    def make(cls, state: ParallelState) -> Self:
+        return cls(state.plan, state.mesh.groups.get("dp_replicate"))
 
     @property
     def is_on(self) -> bool:
@@ -107,6 +113,6 @@ class OuterSteps:
         return {"weight": self.weights[name], **({} if momentum is None else {MOMENTUM: momentum})}
 
     @torch.no_grad()
-    def load(self, name: str, kind: str, region: tuple[slice, ...], values: Tensor) -> None:
+    def put(self, name: str, kind: str, region: tuple[slice, ...], values: Tensor) -> None:
         """Take this rank's `region` of a parameter from a checkpoint, by kind."""
         self.kept(name)[kind][region].copy_(values)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -25,20 +25,24 @@ from torch.distributed.fsdp import FSDPModule
 from fivefold.core.schedule import SchedulePlan, Slot, Timed, Timeline, Transfer
 from fivefold.ops.linear import WeightGradStore
 from fivefold.parallel import plain
-from fivefold.parallel.balance.runtime import Balance
-from fivefold.parallel.dropout.runtime import Dropout
+from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.fsdp import runtime as data
+from fivefold.parallel.edits import Builders
+from fivefold.parallel.fsdp.copies import Copies
+from fivefold.parallel.fsdp.runtime import reshard
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.fsdp.unshards import Progress
+from fivefold.parallel.linears.runtime import LinearsOfModel
 from fivefold.parallel.pipeline.spec import PipelinePlan
-from fivefold.parallel.pipeline.stages import StageModules
+from fivefold.parallel.pipeline.stages import StageModules, stage_builders
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.state import LivePart, ParallelState, state_of
+from fivefold.parallel.tensor.runtime import TensorParallel
 from fivefold.torch_internals import fsdp_add_late, fsdp_reduce_now
 
 
 @dataclass
-class Pipeline:
+class Pipeline(LivePart):
     """Pipeline parallelism of one model on this rank.
 
     `group`: None if one rank has all stages. `embedding_group`: sums the gradient of a tied embedding; None if one rank
@@ -50,17 +54,28 @@ class Pipeline:
     staged: StageModules
     group: dist.ProcessGroup | None
     embedding_group: dist.ProcessGroup | None
-    balance: Balance
-    dropout: Dropout
     store: WeightGradStore | None = None
     running: Slot | None = None
     timed: list[Timed] | None = None
+
+    @classmethod
+    def make(cls, state: ParallelState) -> Self:
+        staged = StageModules(
+            state.plan, state.model, state.dtype, state.live(TensorParallel), state.live(ContextParallel)
+        )
+        group, ends = state.mesh.groups.get("pp"), state.mesh.groups.get("pp_ends")
+        return cls(state.plan, staged, group, ends, state.live(LinearsOfModel).linears.store)
 
     def timeline(self) -> Timeline:
         """Timeline of `timed` on all ranks of the pipeline. Each calls this; zero is the step's begin."""
         everyone = plain.everywhere([asdict(timed) for timed in self.timed or ()], self.group)
         slots = [Timed(**timed | {"slot": Slot(*timed["slot"])}) for own in everyone for timed in own]
         return Timeline(self.plan.layout.pp, tuple(slots))
+
+
+def builders(state: ParallelState) -> Builders:
+    """Builders that put stubs into a model, in place of other ranks' modules."""
+    return stage_builders(state.live(Pipeline).staged)
 
 
 def run(model: Any, pipeline: Pipeline, inputs: Sequence[Any]) -> Tensor:
@@ -87,8 +102,7 @@ class _Step:
         self.staged = pipeline.staged
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].input_ids.device)
         self._fsdp = _Flags(model, pipeline, plan)
-        if copies := model.fivefold.copies:
-            copies.hold()
+        state_of(model).live(Copies).hold()
         self._given: dict[tuple[str, int, int], tuple[Tensor, dist.Work | None]] = {}
         self._outbox: dict[tuple[str, int, int], Tensor] = {}
         self._sent: list[tuple[dist.Work, Tensor]] = []
@@ -118,7 +132,7 @@ class _Step:
         for work, _ in self._sent:
             work.wait()
         assert not (self._given or self._outbox or self._kept), "a pipeline step left something behind"
-        data.reshard(self.model)
+        reshard(self.model)
         _sum_ends(self.model, self.pipeline)
 
     # ---- slots -------------------------------------------------------------------------------------------------------
@@ -140,9 +154,7 @@ class _Step:
         hidden, out = self._kept.pop((stage, at))
         gradient = None if self.staged.is_last(stage) else self._take("B", stage, at)
         self._fsdp.before_backward(slot)
-        self.pipeline.balance.begin_micro_batch(self.inputs[at].row_tokens, again=True)
-        batch = self.inputs[at]
-        self.pipeline.dropout.begin_micro_batch(batch.input_ids.shape, batch.places, batch.cu_seqlens)
+        state_of(self.model).begin_inputs(self.inputs[at], again=True)
         with self._collecting(stage, at):
             if out.requires_grad:  # not if all that ran is frozen
                 torch.autograd.backward(out, gradient)

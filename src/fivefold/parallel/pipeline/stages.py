@@ -161,7 +161,7 @@ def _given_out(slot: _Slot | None) -> Tensor:
     return slot.value
 
 
-def builders(staged: StageModules) -> Builders:
+def stage_builders(staged: StageModules) -> Builders:
     """Builders that put stubs into a model, in place of other ranks' modules."""
     return {
         Stages: lambda edit: _find_views(staged),

@@ -5,22 +5,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.models.attention import KEEPS
 from fivefold.ops.keep import Forward, contexts, graph_contexts, save_nothing, save_outputs, save_reduced_only
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.recompute.spec import Recompute, SaveAttention, SaveLinear, Saves
+from fivefold.parallel.state import ParallelState
 
 _SAVING: dict[Saves, Callable[[Forward], Forward]] = {
     "output": save_outputs, "sum": save_reduced_only, "nothing": save_nothing
 }  # fmt: skip
 
 
-def builders(model: nn.Module, *, is_compiled: bool) -> Builders:
-    """Builders of recompute. `is_compiled`: layers are compiled; what saves results runs outside of their graphs."""
-    outside: Callable[..., Any] = torch.compiler.disable if is_compiled else lambda forward: forward
+def builders(state: ParallelState) -> Builders:
+    """Builders of recompute. What saves results runs outside of graphs."""
+    model = state.model
+    outside: Callable[..., Any] = torch.compiler.disable if state.plan.compiled else lambda forward: forward
 
     def save_linear(edit: SaveLinear) -> None:
         linear = model.get_submodule(edit.path)

@@ -2,15 +2,15 @@
 
 from functools import partial
 
-from torch import nn
-
 from fivefold.models.forwards import check_rows, count_behind_padding, hand_on_cu_seqlens
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.rows.spec import CountBehindPadding, HandOnBounds, RefuseLongRows
+from fivefold.parallel.state import ParallelState
 
 
-def builders(model: nn.Module, cp: int) -> Builders:
-    """Builders for rows. `cp`: ranks that share a row."""
+def builders(state: ParallelState) -> Builders:
+    """Builders for rows."""
+    model, cp = state.model, state.plan.layout.cp
 
     def refuse_long_rows(edit: RefuseLongRows) -> None:
         check = partial(check_rows, edit.counted.name, edit.counted.most, cp)

@@ -12,10 +12,11 @@ Legend: B rows, T tokens, D hidden size, V vocabulary, n tp ranks.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,8 @@ from fivefold.models.facts import TPBlock, TPInput
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.sharding import Block
+from fivefold.parallel.state import LivePart, ParallelState
 from fivefold.parallel.tensor.mappings import (
     copy_to_tensor_parallel,
     feature_indices,
@@ -54,12 +55,13 @@ from fivefold.parallel.tensor.spec import (
 
 
 @dataclass
-class TensorParallel:
+class TensorParallel(LivePart):
     """Tensor parallelism of one model on this rank: its group, and whether activations are split by sequence.
 
     Every model has one. `group` is None if tp is 1: then everything passes as it is. `sequence_parallel` and
     `head_in_chunks` change during a run: generation works on single tokens, and the chunked loss gathers once and keeps
-    logits split by `vocabulary`.
+    logits split by `vocabulary`. `partial_gradients`: axis (tp, tp_kv) -> this rank's parameters whose gradients the
+    ranks of that axis hold in part.
     """
 
     group: dist.ProcessGroup | None
@@ -68,6 +70,28 @@ class TensorParallel:
     sequence_parallel: bool
     vocabulary: tuple[Block, ...]
     head_in_chunks: bool = False
+    partial_gradients: Mapping[str, Sequence[nn.Parameter]] = field(default_factory=dict)
+    whole_sequences: ClassVar = {"sequence_parallel": False}
+    chunked_head: ClassVar = {"head_in_chunks": True}
+
+    @classmethod
+    def make(cls, state: ParallelState) -> Self:
+        plan = state.plan
+        vocabulary = tuple(rows[0] for rows, *_ in plan.placement.shards[plan.head_weight].held)
+        group = state.mesh.groups.get("tp")
+        return cls(group, plan.placement.coords.tp, plan.layout.tp, plan.splits_sequence, vocabulary)
+
+    def end_edits(self, state: ParallelState) -> None:
+        own, sums = dict(state.model.named_parameters()), state.plan.gradient_sums
+        self.partial_gradients = {
+            axis: [parameter for name, parameter in own.items() if sums.get(name) == axis]
+            for axis in sorted(set(sums.values()))
+        }
+
+    @contextmanager
+    def in_gradients(self, state: ParallelState, rows: int) -> Iterator[None]:
+        yield
+        sum_partial_gradients(self.partial_gradients, state.mesh)
 
     @property
     def is_replicated(self) -> bool:
@@ -116,14 +140,9 @@ class TensorParallel:
         return torch.cat(found, -1)
 
 
-def tensor_parallel(plan: ParallelPlan, group: dist.ProcessGroup | None) -> TensorParallel:
-    """Make the tensor parallelism of a plan. No module is changed yet."""
-    vocabulary = tuple(rows[0] for rows, *_ in plan.placement.shards[plan.head_weight].held)
-    return TensorParallel(group, plan.placement.coords.tp, plan.layout.tp, plan.splits_sequence, vocabulary)
-
-
-def builders(model: nn.Module, fold: TensorParallel) -> Builders:
-    """Builders that cut the parameters of `model` and hook the modules around them."""
+def builders(state: ParallelState) -> Builders:
+    """Builders that cut the parameters of a model and hook the modules around them."""
+    model, fold = state.model, state.live(TensorParallel)
     places = cache(partial(parameter_places, model))  # as they are at the first cut: earlier edits add parameters
     entries = dict[TPInput, list[Tensor]]()
 
@@ -299,15 +318,9 @@ def _vocabulary_lookup(embedding: nn.Embedding, own: Block, fold: TensorParallel
 # ---- once a step ----------------------------------------------------------------------------------------------------
 
 
-def held_in_part(model: nn.Module, plan: ParallelPlan) -> dict[str, list[nn.Parameter]]:
-    """Axis (tp, tp_kv) -> this rank's parameters whose gradients the ranks of that axis hold in part."""
-    axes = sorted(set(plan.gradient_sums.values()))
-    return {axis: [p for name, p in model.named_parameters() if plan.gradient_sums.get(name) == axis] for axis in axes}
-
-
 def sum_partial_gradients(parameters: Mapping[str, Sequence[nn.Parameter]], mesh: Mesh) -> None:
     """Sum the gradients that tp ranks hold in part, one flat all-reduce per axis, after FSDP's reduction.
-    `parameters`: those of `held_in_part`."""
+    `parameters`: by axis."""
     for axis, own in parameters.items():
         gradients = [local(parameter.grad) for parameter in own if parameter.grad is not None]
         if not gradients:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fivefold.parallel import plain
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.outer.runtime import OuterSteps
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import magnitudes
 from fivefold.training.checks.findings import Finding, gather, ranks_text, seen_anywhere
@@ -39,7 +40,8 @@ def replicas(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding
     tensors = _tensors(model, optimizer, names)
     own = hashes([tensor for *_, tensor in tensors], device)
     mine: dict[tuple[int, str], tuple[list[int], int]] = {}
-    met = [not state.outer.is_on or (state.outer.have_met and kind == "weight") for kind, *_ in tensors]
+    outer = state.live(OuterSteps)
+    met = [not outer.is_on or (outer.have_met and kind == "weight") for kind, *_ in tensors]
     for axis, group, alike in _copies(state, [name for _, name, _ in tensors], met):
         apart = ((gather(own, group) != own) & alike.to(device)).any(0)
         ranks = torch.tensor(dist.get_process_group_ranks(group))

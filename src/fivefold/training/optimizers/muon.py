@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from fivefold.config import OptimizerSection
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES
+from fivefold.parallel.dtypes import COMPUTE_DTYPES
 from fivefold.parallel.matrices.runtime import FullMatrices
+from fivefold.parallel.offload.runtime import Offload
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import UNTOUCHED, Unmoved, UpdateRule, Weights, adamw
 from fivefold.training.optimizers.states import KeptStates, rows_of
@@ -82,7 +83,7 @@ class Muon(torch.optim.Optimizer):
         self._device = next(model.parameters()).device
         self._dtype = COMPUTE_DTYPES[state.plan.layout.precision]
         self._whole = FullMatrices(state.plan, names)
-        self._states = state.offload.states
+        self._states = state.live(Offload).states
         self.kept = KeptStates(model)
         self._shapes = {name: state.placement.shards[name].shape for name in names}
 
