@@ -50,7 +50,6 @@ FOLDS = {"tensor", "context", "pipeline", "experts", "balance", "partition", "cp
 NAME_FP8 = {
     *(f"parallel/{name}.py" for name in ("features", "layout", "lower")),  # lists of all
     "parallel/linears/runtime.py",  # products of linears
-    "planner/price.py",  # keys that make no difference to a layer
     *("training/header.py", "verification/reference.py"),  # the same: lines of a header, what a reference does by hand
     "parallel/adapters/spec.py",  # a rule of the reference's pages, in words
     *("hardware/chip.py", "planner/timing.py"),  # rates and bytes by dtype

@@ -21,7 +21,7 @@ NAMED = {
     "fp8": (r"fp8", r"parallel/fp8/", 7),
     "fsdp": (r"fsdp|hsdp|\bzero\b|unshard", r"parallel/fsdp/", 37),
     "graphs": (r"parallel\.graphs|Compiled\b", r"parallel/graphs/", 30),
-    "links": (r"hpz|qwz|qgz|hier", r"parallel/nodes/", 8),
+    "links": (r"hpz|qwz|qgz|hier", r"parallel/nodes/", 7),
     "matrices": (r"parallel\.matrices|block_matrices", r"parallel/matrices/", 5),
     "offload": (r"offload", r"parallel/offload/", 20),
     "outer": (r"\bouter|diloco", r"parallel/outer/", 21),

@@ -17,7 +17,8 @@ class LayoutKey:
 
     Keys come in the order of the features; `after` is the field that this one follows instead. `file_after`: the same
     in its section of the run file alone. `peers`: names that other trainers have for it. `answers`: names without an
-    exact counterpart, and what to write instead.
+    exact counterpart, and what to write instead. `priced`: what of a rank it changes for the planner: its `work` in a
+    micro batch, its `shards`, both, or neither.
     """
 
     help: str
@@ -38,6 +39,7 @@ class LayoutKey:
     file_after: str = ""
     peers: str = ""
     answers: Mapping[str, str] = field(default_factory=dict)
+    priced: str = "work"
 
     @property
     def place(self) -> str:

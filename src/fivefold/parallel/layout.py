@@ -77,15 +77,16 @@ class Layout(
 
     micro_batch_size: int = key(
         1, "train.micro_batch_size", "rows per forward pass of one data rank",
-        least=1, most=2**31, prefix="mb", after="cp_method",
+        least=1, most=2**31, prefix="mb", after="cp_method", priced="",
     )  # fmt: skip
     precision: str = key(
         "bf16", "precision.compute", "dtype of the forward and backward pass",
-        choices=COMPUTE, words=bare("fp32", "fp64"), after="offload_optimizer",
+        choices=COMPUTE, words=bare("fp32", "fp64"), after="offload_optimizer", priced="work shards",
     )  # fmt: skip
     state_dtype: str = key(
         "fp32", "optimizer.state_dtype", "dtype in which the optimizer keeps its state",
         choices=get_args(StateDtype), words={"bf16_states": "bf16", "8bit_states": "8bit"},
+        priced="shards",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -338,34 +338,24 @@ def of_passes(seconds: float, again: float = 0.0) -> tuple[float, float]:
     return seconds / 3, seconds * (2 + again) / 3
 
 
-# Keys that make no difference to a micro batch of a rank, or are priced beside the layout. Every other key is kept, so
-# that its bytes and its collectives count.
-_BESIDE = {
-    name: KEYS[name].default
-    for name in (
-        "dp_replicate", "pp", "pp_schedule", "pp_virtual", "pp_split", "zero", "hpz", "hierarchical", "gathers",
-        "reductions", "micro_batch_size", "recompute", "offload_activations", "offload_parameters",
-        "offload_optimizer", "state_dtype", "outer_every", "fp8_high_layers",
-    )
-}  # fmt: skip
+# Keys that make no difference to a micro batch of a rank, or are priced apart from it. Every other key is kept, so that
+# its bytes and its collectives count.
+_NOT_OF_WORK = {name: key.default for name, key in KEYS.items() if "work" not in key.priced}
+_OF_SHARDS = [name for name, key in KEYS.items() if "shards" in key.priced]
 
 
 def work_layout(layout: Layout) -> Layout:
     """The smallest layout whose ranks do the same in a micro batch, rows and recompute aside: one stage, and no more
     shards than `ep` needs."""
     shards = layout.ep // gcd(layout.ep, layout.cp * layout.tp // layout.etp)
-    return replace(layout, **_BESIDE, dp_shard=shards)
+    return replace(layout, **_NOT_OF_WORK, dp_shard=shards)
 
 
 def shard_layout(layout: Layout) -> Layout:
     """A small layout whose ranks hold the same shards: two replicas stand for any number of data ranks and stages,
     except with tensor ranks alone. FSDP shards over cp too."""
-    return Layout(
-        dp_replicate=min(2, layout.world // layout.tp), dp_shard=layout.dp_shard * layout.cp, tp=layout.tp,
-        ep=layout.ep, sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, hpz=layout.hpz,
-        hierarchical=layout.hierarchical, gathers=layout.gathers, reductions=layout.reductions,
-        precision=layout.precision, state_dtype=layout.state_dtype, offload_parameters=layout.offload_parameters,
-    ).multiplying_like(layout)  # fmt: skip
+    replicas, shards = min(2, layout.world // layout.tp), layout.dp_shard * layout.cp
+    return Layout(dp_replicate=replicas, dp_shard=shards, **{name: getattr(layout, name) for name in _OF_SHARDS})
 
 
 @dataclass(eq=False)

@@ -18,10 +18,11 @@ class ExpertKeys(ContextKeys, FsdpKeys):
         1, "layout.ep", "expert parallel; devices, taken from dp_shard, cp and tp",
         peers="ep_size ep_degree expert_parallel expert_parallel_size expert_parallel_degree "
         "expert_model_parallel_size",
+        priced="work shards",
     )  # fmt: skip
     expert_tp: bool = key(
         False, "layout.expert_tp", "split each expert over tp; ep then takes dp_shard and cp alone",
-        words={"etp": True}, is_last=True, after="sequence_parallel",
+        words={"etp": True}, is_last=True, after="sequence_parallel", priced="work shards",
     )  # fmt: skip
 
     @property

@@ -1,8 +1,7 @@
 """Keys of fp8. No torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 from fivefold.core.errors import Violation
 from fivefold.core.keys import LayoutPart, key
@@ -15,12 +14,17 @@ class Fp8Keys(LayoutPart):
 
     fp8: str = key(
         "none", "precision.fp8", "scaling of fp8 matmuls",
-        choices=("none", *RECIPES),
+        choices=("none", *RECIPES), priced="work shards",
         words={"fp8": "tensorwise", "mxfp8": "mxfp8", **{f"fp8_{name}": name for name in [*RECIPES][1:-1]}},
         answers={"fp8_recipe fp8_recipe_name": "set precision.fp8: rowwise, or another recipe of docs/explain/fp8.md"},
     )  # fmt: skip
     fp8_high_layers: int = key(
-        0, "precision.fp8_high_layers", "layers at each end that stay in precision.compute", least=0, prefix="hp"
+        0,
+        "precision.fp8_high_layers",
+        "layers at each end that stay in precision.compute",
+        least=0,
+        prefix="hp",
+        priced="",
     )
 
     @property
@@ -37,10 +41,6 @@ class Fp8Keys(LayoutPart):
     def has_tensor_scales(self) -> bool:
         """True if matmuls have one scale for a whole tensor, so that a token's result depends on all others."""
         return self.fp8 != "none" and RECIPES[self.fp8].casts_once
-
-    def multiplying_like(self, other: Self) -> Self:
-        """The same layout with the matmuls of another, in every layer."""
-        return replace(self, fp8=other.fp8)
 
     def chunk_multiple(self) -> int:
         """If a recipe has a scale for each block of tokens, chunks are whole blocks."""

@@ -11,7 +11,7 @@ class FsdpKeys(LayoutPart):
 
     dp_replicate: int = key(
         1, "layout.dp_replicate", "full copies of the shards, all-reduced once a step; devices, -1 = the rest",
-        peers="data_parallel_replicate_degree dp_replicate_degree",
+        peers="data_parallel_replicate_degree dp_replicate_degree", priced="",
     )  # fmt: skip
     dp_shard: int = key(
         1, "layout.dp_shard", "FSDP shards; devices, -1 = the rest", file_default=-1,
@@ -26,6 +26,7 @@ class FsdpKeys(LayoutPart):
     zero: int = key(
         3, "layout.zero", "ZeRO stage inside dp_shard x cp",
         choices=(1, 2, 3), prefix="zero", pattern="[123]", peers="zero_stage zero_optimization",
+        priced="",
     )  # fmt: skip
 
     @property

@@ -19,23 +19,23 @@ class NodeKeys(ExpertKeys):
     hpz: int = key(
         0, "layout.hpz", "FSDP's ranks of a node (its devices / tp), which share a second copy of the weights within a "
         "step; 0 = no copy",
-        least=0, prefix="hpz", after="zero", peers="zero_hpz_partition_size",
+        least=0, prefix="hpz", after="zero", peers="zero_hpz_partition_size", priced="shards",
     )  # fmt: skip
     hierarchical: int = key(
         0, "layout.hierarchical", "FSDP's ranks of a node (its devices / tp), for collectives in two levels; "
         "0 = one level",
-        least=0, prefix="hier", after="hpz",
+        least=0, prefix="hier", after="hpz", priced="shards",
     )  # fmt: skip
 
     gathers: str = key(
         "none", "precision.gathers", "FSDP gathers matrices in eight bits, with a scale for each block of a row",
-        choices=("none", "int8"), words={"qwz": "int8"},
+        choices=("none", "int8"), words={"qwz": "int8"}, priced="shards",
         answers={"zero_quantized_weights": "set precision.gathers: int8 (docs/explain/slow_links.md)"},
     )  # fmt: skip
     reductions: str = key(
         "none", "precision.reductions", "FSDP sends gradients of matrices in eight bits, with a scale for each block "
         "of a row, and sums them in the type of precision.reduce",
-        choices=("none", "int8"), words={"qgz": "int8"},
+        choices=("none", "int8"), words={"qgz": "int8"}, priced="shards",
         answers={"zero_quantized_gradients": "set precision.reductions: int8 (docs/explain/slow_links.md)"},
     )  # fmt: skip
 

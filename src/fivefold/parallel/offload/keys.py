@@ -10,14 +10,22 @@ class OffloadKeys(LayoutPart):
     """Keys of what is kept in host memory."""
 
     offload_activations: bool = key(
-        False, "memory.offload_activations", "keep saved activations in host memory", words={"offload": True}
+        False,
+        "memory.offload_activations",
+        "keep saved activations in host memory",
+        words={"offload": True},
+        priced="",
     )
     offload_parameters: bool = key(
-        False, "memory.offload_parameters", "keep parameters in host memory", words={"offload_parameters": True}
+        False,
+        "memory.offload_parameters",
+        "keep parameters in host memory",
+        words={"offload_parameters": True},
+        priced="shards",
     )
     offload_optimizer: bool = key(
         False, "memory.offload_optimizer", "keep optimizer state in host memory",
-        words={"offload_optimizer": True}, file_after="offload_activations",
+        words={"offload_optimizer": True}, file_after="offload_activations", priced="",
     )  # fmt: skip
 
     @property

@@ -19,7 +19,7 @@ class OuterKeys(OffloadKeys, FsdpKeys):
     outer_every: int = key(
         0, "outer.every", "optimizer steps that each of dp_replicate trains on its own between two outer steps "
         "(DiLoCo); 0 = every gradient is summed over all",
-        least=0, most=2**31, prefix="outer",
+        least=0, most=2**31, prefix="outer", priced="",
     )  # fmt: skip
 
     @property

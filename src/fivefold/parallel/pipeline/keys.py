@@ -20,15 +20,16 @@ class PipelineKeys(LayoutPart):
         1, "layout.pp", "pipeline stages; devices",
         peers="pp_size pp_degree pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
         "pipeline_model_parallel_size",
+        priced="",
     )  # fmt: skip
     pp_schedule: str = key(
         "1f1b", "layout.pp_schedule", "order of the micro batches in the pipeline",
-        choices=tuple(SCHEDULES), words=bare(*SCHEDULES),
+        choices=tuple(SCHEDULES), words=bare(*SCHEDULES), priced="",
     )  # fmt: skip
-    pp_virtual: int = key(1, "layout.pp_virtual", "stages per pipeline rank", least=1, prefix="v")
+    pp_virtual: int = key(1, "layout.pp_virtual", "stages per pipeline rank", least=1, prefix="v", priced="")
     pp_split: str = key(
         "auto", "layout.pp_split", "layers per stage, as 8-8-8-6",
-        prefix="split", pattern=r"[0-9]{1,9}(?:-[0-9]{1,9})*", shown="A-B",
+        prefix="split", pattern=r"[0-9]{1,9}(?:-[0-9]{1,9})*", shown="A-B", priced="",
     )  # fmt: skip
 
     @property

@@ -14,7 +14,7 @@ class RecomputeKeys(LayoutPart):
 
     recompute: str = key(
         "none", "memory.recompute", "activations computed twice: a mode, or what a rank may keep, as 12 GiB",
-        words=bare(*MODES[1:]), prefix="keep", pattern=BUDGET, shown="NGiB", text="a size such as 12GiB",
+        words=bare(*MODES[1:]), prefix="keep", pattern=BUDGET, shown="NGiB", text="a size such as 12GiB", priced="",
         answers={
             "gradient_checkpointing activation_checkpointing activation_checkpoint recompute_granularity":
             "set memory.recompute: full",

@@ -16,10 +16,11 @@ class TensorKeys(LayoutPart):
         1, "layout.tp", "tensor parallel; devices",
         peers="tp_size tp_degree tensor_parallel tensor_parallel_size tensor_parallel_degree "
         "tensor_model_parallel_size",
+        priced="work shards",
     )  # fmt: skip
     sequence_parallel: bool = key(
         True, "layout.sequence_parallel", "split the sequence over tp between the matmuls",
-        words={"nosp": False}, is_last=True,
+        words={"nosp": False}, is_last=True, priced="work shards",
     )  # fmt: skip
 
     def chunk_multiple(self) -> int:
