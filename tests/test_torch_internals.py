@@ -433,6 +433,24 @@ def test_versions_are_raised_and_never_lowered() -> None:
         assert torch_internals.compiled_versions(at_least=1) == 11
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_an_operator_records_for_autograd_and_maps(is_compiled: bool) -> None:
+    """As outside of it, eagerly and below a compiled function."""
+
+    @torch.library.custom_op("tests::squares", mutates_args=())
+    def squares(x: torch.Tensor) -> torch.Tensor:
+        with torch_internals.dispatched_as_outside(), torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(torch.vmap(torch.square)(inner).sum(), inner)
+        return slope.clone()
+
+    squares.register_fake(torch.empty_like)
+    squares.register_autograd(lambda ctx, grad: grad)
+    x = torch.arange(3.0, requires_grad=True)
+    run = torch.compile(squares, backend="aot_eager") if is_compiled else squares
+    assert run(x).tolist() == [0.0, 2.0, 4.0]
+
+
 def test_dynamo_is_heard_when_it_gives_up() -> None:
     torch._dynamo.reset()
     heard: list[str] = []

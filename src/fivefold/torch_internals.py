@@ -217,6 +217,17 @@ def without_graph(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
+_OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+@contextmanager
+def dispatched_as_outside() -> Iterator[None]:
+    """Inside the body of an operator, let calls be dispatched as outside of it: recorded for autograd, and traced by
+    Dynamo. In an operator that a compiled layer calls, autograd and `vmap` are both switched off."""
+    with torch._C._ForceDispatchKeyGuard(*_OUTSIDE):
+        yield
+
+
 def times_changed(tensor: Tensor) -> int:
     """The number of in-place changes to the memory of a tensor."""
     return tensor._version
@@ -975,8 +986,8 @@ _NEEDED: Mapping[str, str] = {
     "ScriptObject": "_type",
     "Tensor": "_backward_hooks _make_wrapper_subclass _post_accumulate_grad_hooks _version",
     "UntypedStorage": "_cdata",
-    "_C": "DisableTorchFunctionSubclass _SetExcludeDispatchKeyGuard _current_graph_task_id "
-    "_disabled_torch_function_impl _distributed_c10d",
+    "_C": "DisableTorchFunctionSubclass _ForceDispatchKeyGuard _SetExcludeDispatchKeyGuard _current_graph_task_id "
+    "_disabled_torch_function_impl _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set _distributed_c10d",
     "_C._autograd": "_top_saved_tensors_default_hooks",
     "_dynamo.config": "recompile_limit skip_fwd_side_effects_in_bwd_under_checkpoint",
     "_ops.OpOverload": "_overloadpacket _schema",

@@ -360,7 +360,7 @@ def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("why", "state", "said"),
     [
-        ("", "ok", "by Triton kernels, which were tried"),
+        ("", "ok", "by FlexAttention, which was tried"),
         ("there is no compiler", "help", "block by block: there is no"),
     ],
 )

@@ -96,9 +96,9 @@ def test_mfu_is_explained_where_there_is_one(device: str, peak: float | None, sa
 @pytest.mark.parametrize(
     ("softcap", "window", "groups", "why", "said"),
     [
-        (50.0, None, [], "", ", of soft-capped scores by Triton kernels"),
-        (50.0, 64, [None], "no triton", ", of soft-capped scores block by block (no triton)"),
-        (None, 64, [None], "", ", of windows between ranks by Triton kernels"),
+        (50.0, None, [], "", ", of soft-capped scores by FlexAttention"),
+        (50.0, 64, [None], "no compiler", ", of soft-capped scores block by block (no compiler)"),
+        (None, 64, [None], "", ", of windows between ranks by FlexAttention"),
         (None, 64, [], "", ""), (None, None, [None], "", ""),
     ],
 )  # fmt: skip

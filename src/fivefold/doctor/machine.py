@@ -184,7 +184,7 @@ def _gpu_kernels() -> Iterator[Finding]:
         if why := gpu_attention.lacks(torch.device("cuda", index), torch.bfloat16, 128, is_capped=True):
             yield Finding(name, "help", f"{of} block by block: {why}", "such models train slower (docs/explain/gpu.md)")
         else:
-            yield Finding(name, "ok", f"{of} by Triton kernels, which were tried")
+            yield Finding(name, "ok", f"{of} by FlexAttention, which was tried")
 
 
 def _kernels() -> Iterator[Finding]:

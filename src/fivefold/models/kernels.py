@@ -8,7 +8,7 @@ Operators cannot call autograd, so each kernel is a pair of functions that pass 
 | `cpu` | any other type on the CPU, or no C compiler: the fused kernel of PyTorch | no | no | linear in L |
 | `flash_*`, of documents | 16-bit types on CUDA: one variable-length flash call | yes | no | linear in T |
 | `flash_*` | 16-bit types on CUDA, context parallel: queries that see all of the keys | no | no | linear in L |
-| `fused` | 16-bit types on CUDA, not served by flash: `ops/gpu_attention.py`, once tried | yes | yes | linear in T |
+| `flex` | 16-bit types on CUDA, not served by flash: `ops/gpu_attention.py`, once tried | yes | yes | linear in T |
 | `blockwise_*` | everything else: scores in fp32 or fp64, some queries at a time | yes | yes | linear in L |
 
 Probabilities are dropped by `compiled` and `blockwise_*`: the others have random numbers of their own, or none.
@@ -44,7 +44,7 @@ from fivefold.torch_internals import (
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
-_OWN: Mapping[str, Any] = {"compiled": cpu_attention, "fused": gpu_attention}  # fivefold's own kernels, one interface
+_OWN: Mapping[str, Any] = {"compiled": cpu_attention, "flex": gpu_attention}  # of one interface
 FA3_MODULE = "flash_attn_interface"  # module of the package flash_attn_3
 
 
@@ -138,7 +138,7 @@ def serving(
         return "cpu"
     if is_plain and ahead is not None and takes_flash(q_NHLD):
         return "flash"
-    return "fused" if gpu_attention.serves(q_NHLD, rule) else "blockwise"
+    return "flex" if gpu_attention.serves(q_NHLD, rule) else "blockwise"
 
 
 def takes_documents(query: Tensor, rule: AttentionParams, drops: AttentionDrops | None = None) -> bool:
@@ -154,7 +154,7 @@ def serving_documents(query: Tensor, rule: AttentionParams, drops: AttentionDrop
         return ""
     if rule.softcap is None:
         return "flash" if takes_flash(query) else ""
-    return "fused" if gpu_attention.serves(query, rule) else ""
+    return "flex" if gpu_attention.serves(query, rule) else ""
 
 
 def takes_flash(query: Tensor) -> bool:

@@ -1,49 +1,38 @@
-"""Causal attention on a GPU by the Triton kernels of `gpu_attention_kernels.py`, for 16-bit dtypes: the twin of
+"""Causal attention on a GPU by PyTorch's FlexAttention (arXiv:2412.05496), for 16-bit dtypes: the twin of
 `cpu_attention.py`. Adds soft-capped scores and windows between ranks, which PyTorch's FlashAttention lacks.
 
-No GPU has run them here, so each GPU tries them before they serve: on a small row, forward and backward, against
-attention in fp64 (`lacks`). If they fail or differ, `blockwise_attention.py` serves, and the header says why.
+A query sees an interval of keys: from the start of its document or its window, whichever is later, to itself. Both ends
+are tensors, so one compiled program serves all documents, windows and offsets.
+
+No GPU has run it here, so each GPU tries it before it serves: on a small row, forward and backward, against attention
+in fp64 (`lacks`). If it fails or differs, `blockwise_attention.py` serves, and the header says why.
 
 Legend: M tokens in documents one after the other, or N rows of L queries and S keys; H query heads, G key/value heads,
-D head size.
+D head size; X queries and Y keys in tiles.
 """
 
+from collections.abc import Callable
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from fivefold.core.errors import first_line
 from fivefold.ops.blockwise_attention import blockwise_backward, blockwise_forward
 from fivefold.ops.cpu_attention import AttentionParams
+from fivefold.torch_internals import compiled_versions, dispatched_as_outside
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
-WIDEST = 256  # features of a head
-_NO_WINDOW = 2**30  # more than any row has; with a position added it is still an int32
-_LARGE = 227 * 2**10  # bytes of shared memory that a block may ask for, from Hopper on
-
-# (queries and keys of a tile, warps, stages) by head size: large tiles that hardly spill inside the loops. Hopper
-# multiplies 64 rows in 4 warps; other GPUs may have 99 KiB of shared memory. `tests/rehearsed` compiles them.
-LARGE_TILES = {
-    "forward": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (128, 64, 8, 2)},
-    "backward_of_queries": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2)},
-    "backward_of_keys": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 128, 8, 2)},
-    "backward_of_values": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (64, 128, 8, 2)},
-}
-TILES = {
-    "forward": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 16, 4, 2)},
-    "backward_of_queries": {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 16, 4, 2)},
-    "backward_of_keys": {64: (32, 128, 8, 2), 128: (32, 128, 8, 2), 256: (16, 64, 4, 2)},
-    "backward_of_values": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 64, 4, 2)},
-}
+NARROWEST, WIDEST = 16, 256  # features of a head
+TILE = 128  # queries, and keys, of which FlexAttention takes all, some or none
+_VERSIONS = 64  # for row counts and lengths of 1 and more; at torch's own limit of 8 the run would end
 
 
 def serves(query: Tensor, rule: AttentionParams) -> bool:
-    """True if the kernels compute attention of queries like these [.., D] under `rule`. The first call tries them and
+    """True if FlexAttention computes attention of queries like these [.., D] under `rule`. The first call tries it and
     waits for the GPU; later ones do not."""
     is_capped = rule.softcap is not None
     return query.device.type == "cuda" and not lacks(query.device, query.dtype, query.shape[-1], is_capped=is_capped)
@@ -51,113 +40,153 @@ def serves(query: Tensor, rule: AttentionParams) -> bool:
 
 @cache
 def lacks(device: torch.device, dtype: torch.dtype, size: int, *, is_capped: bool) -> str:
-    """Return why the kernels cannot serve heads of `size` features on a GPU; "" if they can. The first call compiles
-    them (seconds; Triton keeps the result)."""
+    """Return why FlexAttention cannot serve heads of `size` features on a GPU; "" if it can. The first call compiles it
+    (seconds; Inductor keeps the result)."""
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"Triton kernels are for 16-bit types, and this is {str(dtype).removeprefix('torch.')}"
-    if size > WIDEST or size % 8:
-        return f"Triton kernels are for heads of 8, 16, 24 .. {WIDEST} features, and these have {size}"
-    if find_spec("triton") is None:
-        return "triton is not installed"
+        return f"FlexAttention is for 16-bit types here, and this is {str(dtype).removeprefix('torch.')}"
+    if not NARROWEST <= size <= WIDEST or size % 8:
+        return f"FlexAttention is for heads of 16, 24, 32 .. {WIDEST} features here, and these have {size}"
     try:
         with torch.cuda.device(device):
             return differs(device, dtype, size, is_capped=is_capped)
-    except Exception as error:  # of Triton's compiler, ptxas or the driver: another kernel serves
+    except Exception as error:  # of Inductor, Triton, ptxas or the driver: another kernel serves
         return first_line(error)
 
 
 def forward(
-    q_NHLD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rule: AttentionParams, *, offset: int = 0,
+    q_NHLD: Tensor,
+    k_NGSD: Tensor,
+    v_NGSD: Tensor,
+    rule: AttentionParams,
+    *,
+    offset: int = 0,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Output [N,H,L,D] and log-sum-exp [N,H,L] in fp32. `offset`: positions from the first key to the first query. A
     query that sees no key gives 0 and -inf.
 
     With `cu_seqlens` (int32 [documents + 1], on the GPU) the tensors have one row of documents between these bounds.
     """
-    rows, heads, length, size = q_NHLD.shape
-    q, k, v = map(_side_by_side, (q_NHLD, k_NGSD, v_NGSD))
-    out_NHLD = q.new_empty(rows, length, heads, size).transpose(1, 2)
-    lse_NHL = _number_each(q)
-    launch = _Launch(q, k, rule, offset, cu_seqlens)
-    launch("forward", q, k, v, out_NHLD, lse_NHL)
-    return out_NHLD, lse_NHL
+    with torch.no_grad(), dispatched_as_outside():
+        sees = _sees(q_NHLD, rule, offset, cu_seqlens)
+        return _fused(_attend)(q_NHLD, k_NGSD, v_NGSD, *sees, rule.scale, rule.softcap)
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionParams, *, offset: int = 0,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rule: AttentionParams,
+    *,
+    offset: int = 0,
     cu_seqlens: Tensor | None = None,
-) -> Gradients:  # fmt: skip
+) -> Gradients:
     """Gradients of q, k, v; `grad` and `out` [N,H,L,D], `lse` [N,H,L], of these keys alone or merged with others; the
-    rest as in `forward`."""
-    grad, q, k, v, out = map(_side_by_side, (grad, q, k, v, out))
-    dq, dk, dv = map(torch.empty_like, (q, k, v))
-    given_NHL = _number_each(q)
-    launch = _Launch(q, k, rule, offset, cu_seqlens)
-    launch("backward_of_queries", grad, q, k, v, out, lse, given_NHL, dq)
-    launch("backward_of_keys", grad, q, k, v, lse, given_NHL, dk)
-    launch("backward_of_values", grad, q, k, lse, dv)
+    rest as in `forward`.
+
+    FlexAttention differentiates its own output and log-sum-exp, so both are computed again. A merged output is their
+    function: see `_shares`.
+    """
+    sees = _sees(q, rule, offset, cu_seqlens)
+    with torch.enable_grad(), dispatched_as_outside():
+        inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+        results = _fused(_attend)(*inputs, *sees, rule.scale, rule.softcap)
+        with torch.no_grad():
+            shares = _fused(_shares)(grad, out, lse, *results)
+        dq, dk, dv = torch.autograd.grad(results, inputs, shares)
     return dq, dk, dv
 
 
-def _number_each(q_NHLD: Tensor) -> Tensor:
-    """Allocate one number per query [N,H,L], heads contiguous. In the other order strides would be lengths, and Triton
-    compiles another program for multiples of 16."""
-    rows, heads, length, _ = q_NHLD.shape
-    return q_NHLD.new_empty(rows, length, heads, dtype=torch.float32).transpose(1, 2)
-
-
-def _side_by_side(tensor: Tensor) -> Tensor:
-    """Make the elements of a head contiguous."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-class _Launch:
-    """Arguments that all kernels of a call share."""
-
-    def __init__(
-        self, q_NHLD: Tensor, k_NGSD: Tensor, rule: AttentionParams, offset: int, cu_seqlens: Tensor | None
-    ) -> None:
-        (self.rows, self.heads, self.queries, self.size), (self.shared, self.keys) = q_NHLD.shape, k_NGSD.shape[1:3]
-        assert self.heads % self.shared == 0, f"{self.heads} query heads do not share {self.shared} key/value heads"
-        assert cu_seqlens is None or self.rows == 1, "documents lie in one row"
-        documents = 0 if cu_seqlens is None else len(cu_seqlens) - 1
-        self.bounds, self.device = cu_seqlens, q_NHLD.device
-        self.numbers = (
-            self.heads // self.shared, self.queries, self.keys, documents, max(documents - 1, 0).bit_length(), offset,
-            _NO_WINDOW if rule.window is None else min(rule.window, _NO_WINDOW), rule.scale, rule.softcap,
-        )  # fmt: skip
-
-    def __call__(self, name: str, *tensors: Tensor) -> None:
-        """Launch a kernel over the queries of all heads, or over the keys of all shared heads."""
-        queries, keys, warps, stages = tiles(name, self.size, self.device)
-        of_queries = name in ("forward", "backward_of_queries")
-        count, tile, heads = (self.queries, queries, self.heads) if of_queries else (self.keys, keys, self.shared)
-        module, language = import_module("fivefold.ops.gpu_attention_kernels"), import_module("triton.language")
-        strides = [(*tensor.stride()[:2], language.constexpr(tensor.stride(2))) for tensor in tensors]
-        with torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]
-            getattr(module, name)[(-(-count // tile), self.rows * heads)](
-                *tensors, self.bounds, *strides, heads, *self.numbers, D=self.size, E=_width(self.size), X=queries,
-                Y=keys, num_warps=warps, num_stages=stages,
-            )  # fmt: skip
-
-
-def tiles(kernel: str, size: int, device: torch.device) -> tuple[int, int, int, int]:
-    """(queries, keys, warps, stages) of a kernel for heads of `size` features."""
-    is_large = device.type == "cuda" and _shared_memory(device) >= _LARGE
-    return (LARGE_TILES if is_large else TILES)[kernel][max(64, _width(size))]
-
-
 @cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a block of a GPU may ask for."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
+def _fused(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Compile a function: FlexAttention is fused only inside one."""
+    compiled_versions(at_least=_VERSIONS)
+    return torch.compile(function, fullgraph=True)
 
 
-def _width(size: int) -> int:
-    """Pad a head of `size` features to a power of two, at least 16."""
-    return int(max(16, 1 << (size - 1).bit_length()))
+def _sees(q_NHLD: Tensor, rule: AttentionParams, offset: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The first and the last key that each query sees, int32 [L]. A query whose last is before its first sees none."""
+    last_L = torch.arange(offset, offset + q_NHLD.shape[2], dtype=torch.int32, device=q_NHLD.device)
+    first_L = torch.zeros_like(last_L)
+    if cu_seqlens is not None:
+        assert len(q_NHLD) == 1, "documents lie in one row"
+        first_L = cu_seqlens[torch.searchsorted(cu_seqlens, last_L, right=True) - 1]
+    if rule.window is not None:
+        first_L = torch.maximum(first_L, last_L - (rule.window - 1))
+    return first_L, last_L
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, first_L: Tensor, last_L: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Output [N,H,L,D] and log-sum-exp [N,H,L]."""
+    out, aux = flex_attention(
+        q,
+        k,
+        v,
+        _cap(softcap),
+        _mask(first_L, last_L, k.shape[2]),
+        scale,
+        enable_gqa=True,
+        kernel_options={"BACKEND": "TRITON"},  # the same kernel for any number of queries
+        return_aux=AuxRequest(lse=True),
+    )
+    assert aux.lse is not None
+    return out, aux.lse
+
+
+def _shares(grad: Tensor, out: Tensor, lse: Tensor, own_out: Tensor, own_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `own_out` and `own_lse`, of which `out` and `lse` are the merge with other keys.
+
+    With s = exp(own_lse - lse), out is s own_out + ...: d own_out = s grad, and d own_lse = s grad (own_out - out).
+    """
+    share_NHL = torch.where(own_lse == -torch.inf, 0.0, (own_lse - lse).exp())
+    of_lse = share_NHL * (grad.float() * (own_out.float() - out.float())).sum(-1)
+    return (grad * share_NHL.unsqueeze(-1)).to(own_out.dtype), of_lse
+
+
+def _cap(softcap: float | None) -> Callable[..., Tensor] | None:
+    """The score function, for `scale` times the product of a query and a key; None leaves it."""
+    if softcap is None:
+        return None
+
+    def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+def _mask(first_L: Tensor, last_L: Tensor, keys: int) -> BlockMask:
+    """The keys that queries see, tile by tile: partly visible ones compare positions. (`create_block_mask` would look
+    at every query and key.)"""
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (first_L[query] <= key) & (key <= last_L[query])
+
+    queries = len(first_L)
+    at_X = torch.arange(0, queries, TILE, device=first_L.device)  # both ends grow with the query
+    to_X = (at_X + (TILE - 1)).clamp(max=queries - 1)
+    at_Y = torch.arange(0, keys, TILE, device=first_L.device)
+    to_Y = at_Y + (TILE - 1)
+    some_XY = (first_L[at_X][:, None] <= to_Y) & (at_Y <= last_L[to_X][:, None])
+    all_XY = (first_L[to_X][:, None] <= at_Y) & (to_Y <= last_L[at_X][:, None]) & (to_Y < keys)
+    all_XY &= (at_X + TILE <= queries)[:, None]
+    return BlockMask.from_kv_blocks(
+        *_ordered(some_XY & ~all_XY), *_ordered(all_XY), TILE, sees, seq_lengths=(queries, keys)
+    )
+
+
+def _ordered(tiles_XY: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts [1,1,X] and indices [1,1,X,Y] of the tiles of keys that are set, those first."""
+    counts_X = tiles_XY.sum(-1, dtype=torch.int32)
+    index_XY = tiles_XY.to(torch.int32).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return counts_X[None, None], index_XY[None, None]
 
 
 # ---- trial on the GPU ------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def _not_flash(run: LiveRun) -> str:
     whys = [gpu_attention.lacks(device, dtype, size, is_capped=is_capped) for size in sorted(sizes)]
     why = next(filter(None, whys), "")
     of = "soft-capped scores" if is_capped else "windows between ranks"
-    return f", of {of} block by block ({why})" if why else f", of {of} by Triton kernels"
+    return f", of {of} block by block ({why})" if why else f", of {of} by FlexAttention"
 
 
 def _tokenizer_lines(run: LiveRun) -> list[tuple[str, str]]:
