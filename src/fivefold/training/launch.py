@@ -14,6 +14,7 @@ from fivefold.config import RunConfig, check_named, check_supported, load_config
 from fivefold.core import history
 from fivefold.core.errors import UserError
 from fivefold.core.text import say, shown
+from fivefold.launch.cluster import cluster_here
 from fivefold.launch.events import Listener, following
 from fivefold.launch.failure import WorkerDied, one_voice, put_aside, said_once
 from fivefold.launch.folder import (
@@ -35,6 +36,7 @@ from fivefold.launch.worker import execute
 from fivefold.launch.workers import gpus, start_workers, with_restarts, worker_count, workers_of_node
 from fivefold.launch.world import check_nodes, device_kind, find_world, is_started_by_node, join
 from fivefold.parallel.layout import Layout
+from fivefold.training import advice
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -151,9 +153,6 @@ def _settled(config: RunConfig, size: int, local_size: int, *, is_fresh: bool) -
     if began is not None:
         say(f"layout: auto: {began}, as this run began")
         return config.with_layout(began)
-    from fivefold.launch.cluster import cluster_here
-    from fivefold.training import advice
-
     here = cluster_here(device_kind(config.train.device), size, local_size, config.hardware)
     config, why = advice.chosen(config, here)
     for line in why:
