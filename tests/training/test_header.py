@@ -118,7 +118,7 @@ def test_how_a_gpu_attends_where_flash_has_no_kernel(
         facts=SimpleNamespace(attends={"layers.0": SimpleNamespace(size=256)}), layout=SimpleNamespace(precision="bf16")
     )
     monkeypatch.setattr(
-        header, "state_of", lambda _: SimpleNamespace(plan=plan, context=SimpleNamespace(row_groups=groups))
+        header, "state_of", lambda _: SimpleNamespace(plan=plan, live=lambda _: SimpleNamespace(row_groups=groups))
     )
     monkeypatch.setattr(header.gpu_attention, "lacks", lacks)
     run = job(load_config(None), step=0, device="cuda:0")
