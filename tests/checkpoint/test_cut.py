@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from fivefold.checkpoint.cut import Box, Cut, box, meet, placed, tiles
+from fivefold.checkpoint.cut import Box, TensorCut, box, meet, placed, tiles
 from fivefold.checkpoint.manifest import Manifest
 from fivefold.checkpoint.records import FileRecord, Slice, TensorRecord, check_record
 from fivefold.models.build import build_meta
@@ -29,7 +29,7 @@ def dealt(size: int, parts: int, pieces: int) -> tuple[tuple[tuple[int, int], ..
     return tuple(tuple(piece[part] for piece in cut) for part in range(parts))
 
 
-def random_cut(rng: random.Random) -> tuple[tuple[int, ...], Cut]:
+def random_cut(rng: random.Random) -> tuple[tuple[int, ...], TensorCut]:
     shape = tuple(rng.choice(SIZES) for _ in range(rng.randint(0, 3)))
     over, copies = rng.choice((1, 2, 3, 4)), rng.choice((1, 1, 2))
     splits, parts = [], over * copies  # neighbours that are copies hold the same blocks
@@ -46,10 +46,10 @@ def random_cut(rng: random.Random) -> tuple[tuple[int, ...], Cut]:
                 Split(other, again * parts),
             ]
             parts *= inner
-    return shape, Cut(parts, rng.choice((1, 2, 3, 5, 8, 40)), tuple(splits))
+    return shape, TensorCut(parts, rng.choice((1, 2, 3, 5, 8, 40)), tuple(splits))
 
 
-def listed(shape: tuple[int, ...], cut: Cut) -> list[Slice]:
+def listed(shape: tuple[int, ...], cut: TensorCut) -> list[Slice]:
     """The slices of every rank, one after the other, by the functions that shard a parameter."""
     spec = ShardSpec("", shape, cut.splits, cut.parts)
     return [
@@ -126,21 +126,24 @@ def test_a_placement_is_told_by_rules(family: str, layouts: tuple[str, ...], sub
 def test_a_number_of_another_rule_is_seen() -> None:
     """Each of these says slices that do not tile the tensor, or lie in no file."""
     blocks = (((0, 2), (4, 6)), ((2, 4), (6, 7)))
-    good = TensorRecord(shape=(7, 3), dtype="float32", cut=Cut(2, 2, (Split(0, blocks),)), rank=4)
+    good = TensorRecord(shape=(7, 3), dtype="float32", cut=TensorCut(2, 2, (Split(0, blocks),)), rank=4)
     check_record("weight", "w", good, {4, 5, 6, 7})
-    ranks, whole = {4, 5, 6, 7}, replace(good, cut=Cut(2, 2, ()))
+    ranks, whole = {4, 5, 6, 7}, replace(good, cut=TensorCut(2, 2, ()))
     for other, wrong in {
         "shape": (replace(good, shape=(8, 3)), "do not add up"),
-        "a dimension fewer": (replace(good, shape=(7,), cut=Cut(2, 2, (Split(1, blocks),))), "a split of dimension 1"),
+        "a dimension fewer": (
+            replace(good, shape=(7,), cut=TensorCut(2, 2, (Split(1, blocks),))),
+            "a split of dimension 1",
+        ),
         "block": (_blocks(good, (((0, 2), (4, 6)), ((2, 5), (6, 7)))), "that overlap"),
         "gap": (_blocks(good, (((0, 2), (4, 6)), ((3, 4), (6, 7)))), "do not add up"),
         "outside": (_blocks(good, (((0, 2), (4, 6)), ((2, 4), (6, 9)))), "leaves dimension 0"),
         "negative": (_blocks(good, (((-1, 2), (4, 6)), ((2, 4), (6, 7)))), "leaves dimension 0"),
-        "a part too many": (replace(good, cut=Cut(3, 2, (Split(0, blocks),))), "into 2 parts"),
-        "no parts": (replace(whole, cut=Cut(0, 2)), "a cut into 0 parts"),
-        "no shards": (replace(whole, cut=Cut(1, 0)), "a cut into 1 parts and 0 shards"),
-        "parts beyond any": (replace(whole, cut=Cut(10**12, 2)), "a cut into"),
-        "shards": (replace(good, cut=Cut(2, 3, (Split(0, blocks),))), "'weight-00009.safetensors' is not listed"),
+        "a part too many": (replace(good, cut=TensorCut(3, 2, (Split(0, blocks),))), "into 2 parts"),
+        "no parts": (replace(whole, cut=TensorCut(0, 2)), "a cut into 0 parts"),
+        "no shards": (replace(whole, cut=TensorCut(1, 0)), "a cut into 1 parts and 0 shards"),
+        "parts beyond any": (replace(whole, cut=TensorCut(10**12, 2)), "a cut into"),
+        "shards": (replace(good, cut=TensorCut(2, 3, (Split(0, blocks),))), "'weight-00009.safetensors' is not listed"),
         "rank": (replace(good, rank=3), "'weight-00003.safetensors' is not listed"),
         "dtype": (replace(good, dtype="uint16"), "dtype"),
         "another slice": (replace(good, instead={5: (((2, 3), (0, 3)),)}), "do not add up"),
@@ -151,7 +154,7 @@ def test_a_number_of_another_rule_is_seen() -> None:
 
 
 def test_slices_of_a_rank_that_has_others_than_the_rule_says_stand_in_the_place_of_those() -> None:
-    record = TensorRecord(shape=(4, 2), dtype="float32", cut=Cut(1, 2))
+    record = TensorRecord(shape=(4, 2), dtype="float32", cut=TensorCut(1, 2))
     other = replace(record, instead={0: (((0, 1), (0, 2)),), 1: (((1, 4), (0, 2)),)})
     for one, slices in ((record, [(0, 0, 2), (1, 2, 4)]), (other, [(0, 0, 1), (1, 1, 4)])):
         expected = [Slice(rank, ((start, stop), (0, 2))) for rank, start, stop in slices]
@@ -161,7 +164,7 @@ def test_slices_of_a_rank_that_has_others_than_the_rule_says_stand_in_the_place_
 
 def test_a_manifest_looks_at_each_tensor_that_is_not_cut_as_another() -> None:
     """By another rule, from another rank on, and with slices of its own."""
-    good = TensorRecord(shape=(4, 2), dtype="float32", cut=Cut(1, 2))
+    good = TensorRecord(shape=(4, 2), dtype="float32", cut=TensorCut(1, 2))
     files = {f"weight-{rank:05d}.safetensors": FileRecord(1, "") for rank in range(2)}
 
     def manifest(other: TensorRecord) -> Manifest:
@@ -172,7 +175,7 @@ def test_a_manifest_looks_at_each_tensor_that_is_not_cut_as_another() -> None:
 
     manifest(good).check()
     for other, wrong in (
-        (replace(good, cut=Cut(1, 4)), "not listed"), (replace(good, rank=1), "not listed"),
+        (replace(good, cut=TensorCut(1, 4)), "not listed"), (replace(good, rank=1), "not listed"),
         (replace(good, instead={1: (((2, 3), (0, 2)),)}), "do not add up"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"weight of other: .*{wrong}"):
@@ -186,8 +189,8 @@ def _blocks(record: TensorRecord, blocks: tuple[tuple[tuple[int, int], ...], ...
 
 def test_a_region_of_millions_of_slices_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No list of them is made: as many are looked at as the region has."""
-    record = TensorRecord(shape=(10**9, 4), dtype="float32", cut=Cut(1, 10**8), rank=0)
-    looked, plain = [], type(tiles(record.shape, Cut(1, 10**8))).boxes
+    record = TensorRecord(shape=(10**9, 4), dtype="float32", cut=TensorCut(1, 10**8), rank=0)
+    looked, plain = [], type(tiles(record.shape, TensorCut(1, 10**8))).boxes
     monkeypatch.setattr(
         "fivefold.checkpoint.cut.Tiles.boxes", lambda self, place: looked.append(place) or plain(self, place)
     )

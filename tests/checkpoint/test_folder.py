@@ -12,9 +12,9 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from fivefold.checkpoint import Checkpoint, CorruptCheckpoint, find_checkpoint, newest, steps
-from fivefold.checkpoint.cut import Cut
+from fivefold.checkpoint.cut import TensorCut
 from fivefold.checkpoint.manifest import signed
-from fivefold.checkpoint.records import Part, TensorRecord, joined
+from fivefold.checkpoint.records import RankRecord, TensorRecord, joined
 from fivefold.checkpoint.save import Metadata, _retain, _start
 from fivefold.core import files
 from fivefold.core.errors import UserError
@@ -301,14 +301,14 @@ def test_find_checkpoint(run: Path) -> None:
         find_checkpoint(run / "checkpoints")
 
 
-def _part(record: TensorRecord, numbers: int) -> Part:
-    return Part(files={}, scalars={}, tensors={"weight": {"head": record}}, numbers={"weight": numbers})
+def _part(record: TensorRecord, numbers: int) -> RankRecord:
+    return RankRecord(files={}, scalars={}, tensors={"weight": {"head": record}}, numbers={"weight": numbers})
 
 
 def test_ranks_that_save_another_tensor_than_they_say_are_told() -> None:
     """One that has fewer slices than the rule says, or none of a tensor of which another has some, and two rules."""
-    record = TensorRecord(shape=(4, 2), dtype="float32", cut=Cut(1, 2))
-    nothing = Part(files={}, scalars={}, tensors={}, numbers={"weight": 4})
+    record = TensorRecord(shape=(4, 2), dtype="float32", cut=TensorCut(1, 2))
+    nothing = RankRecord(files={}, scalars={}, tensors={}, numbers={"weight": 4})
     assert joined([_part(record, 4), nothing]) == {"weight": {"head": record}}
     own = [{0: (((0, 1), (0, 2)),)}, {1: (((1, 4), (0, 2)),)}]  # of ranks that have others than the rule says
     found = joined([_part(replace(record, instead=one), count) for one, count in zip(own, (2, 6), strict=True)])

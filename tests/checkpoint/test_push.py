@@ -89,11 +89,11 @@ def test_a_hub_that_does_not_answer_is_named_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match="cannot be reached") as refused:
-        push.check(Repository("me/it"))
+        push.check_push(Repository("me/it"))
     assert "when the hub answers" in str(refused.value.fix)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="HF_HUB_OFFLINE forbids it"):
-        push.check(Repository("me/it"))
+        push.check_push(Repository("me/it"))
     for name in ("it", "a/b/c", "me/", "../it"):
         with pytest.raises(UserError, match="is no repository of the hub"):
             Repository(name)

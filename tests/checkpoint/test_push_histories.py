@@ -251,7 +251,7 @@ def test_the_advice_fits_the_answer(hub: fake_hub.Hub, tmp_path: Path, status: i
     files = {"README.md": b"# it\n"}
     hub.status, hub.fails_at = status, "preupload"
     with pytest.raises(UserError, match=f"was not pushed: the hub answered {status}: no; .* is complete") as refused:
-        push.push(Repository(NAME), written(files, tmp_path), files, "it")
+        push.push_folder(Repository(NAME), written(files, tmp_path), files, "it")
     assert f"again when {fix} " in str(refused.value.fix)
 
 
@@ -260,7 +260,7 @@ def test_a_lost_answer_to_a_commit_is_no_refusal(hub: fake_hub.Hub, tmp_path: Pa
     files = {"README.md": b"# it\n"}
     hub.loses, hub.status, hub.fails_at = status is None, status, "commit"
     with pytest.raises(UserError, match=r"me/it may have been pushed or not: .* is complete") as refused:
-        push.push(Repository(NAME), written(files, tmp_path), files, "it")
+        push.push_folder(Repository(NAME), written(files, tmp_path), files, "it")
     assert "look at the commits" in str(refused.value.fix)
     assert ("README.md" in hub.files[NAME, "main"]) == (status is None)
 
@@ -272,12 +272,12 @@ def test_a_branch_has_files_and_a_card_of_its_own(hub: fake_hub.Hub, tmp_path: P
     hub.put(NAME, "main", {".gitignore": b"*.safetensors", "README.md": theirs, "tokenizer.json": b"old"})
     files = {"README.md": b"# it\n\nTrained with fivefold.\n", "model.safetensors": b"new"}
     given = written(files, tmp_path), files, "it"
-    done = push.push(Repository(NAME, revision="v/2"), *given)
+    done = push.push_folder(Repository(NAME, revision="v/2"), *given)
     others = "what others wrote into README.md"
     assert done.kept == (".gitignore", others) and done.removed == ("tokenizer.json",)
     hub.put(NAME, "v/2", {"mine.py": b"2", "README.md": hub.files[NAME, "v/2"]["README.md"] + b"\n# Mine\n"})
     hub.put(NAME, "main", {"late.py": b"3"})
-    done = push.push(Repository(NAME, revision="v/2"), *given)
+    done = push.push_folder(Repository(NAME, revision="v/2"), *given)
     assert done.kept == (".gitignore", "mine.py", others) and done.removed == () and done.address.endswith("/tree/v/2")
     found = {name: content.decode() for name, content in hub.files[NAME, "v/2"].items()}
     assert found["model.safetensors"] == "new" and found["README.md"].startswith("---\nlicense: mit\n---\n")
@@ -290,7 +290,7 @@ def test_a_push_takes_three_commits_of_others_and_says_what_it_replaced(hub: fak
     )
     files = {"README.md": ours, "model.safetensors": b"new"}
     given = written(files, tmp_path), files, "it"
-    assert push.push(Repository(NAME), *given).kept == () and hub.messages == ["it"]
+    assert push.push_folder(Repository(NAME), *given).kept == () and hub.messages == ["it"]
     left = iter("ab")
 
     def commit() -> None:
@@ -298,11 +298,11 @@ def test_a_push_takes_three_commits_of_others_and_says_what_it_replaced(hub: fak
         hub.meanwhile = commit if hub.files[NAME, "main"].keys() < {*files, ".gitattributes", "a.py", "b.py"} else None
 
     hub.meanwhile = commit
-    done = push.push(Repository(NAME), *given)
+    done = push.push_folder(Repository(NAME), *given)
     assert done.kept == ("a.py", "b.py") and done.before == hub.commits[NAME, "main"][-2]
     hub.put(NAME, "main", {"it.gguf": b"theirs"})  # since the check
     with pytest.raises(UserError, match=r"it\.gguf"):
-        push.push(Repository(NAME), *given)
+        push.push_folder(Repository(NAME), *given)
 
 
 def test_a_card_keeps_what_others_wrote() -> None:

@@ -22,7 +22,7 @@ from fivefold.core.integrity import file_checksum
 from fivefold.data import ahead, prepare, units
 from fivefold.data.ahead import Ahead, parse_shard, prepare_ahead
 from fivefold.data.tokenizer import _loaded
-from fivefold.data.units import Units, shares
+from fivefold.data.units import TextUnits, shares
 from tests.data.helpers import config_for, random_texts, write_jsonl
 from tests.data.test_token_files import ids_of, megatron
 
@@ -116,16 +116,16 @@ def test_parquet_is_divided_between_its_row_groups(tmp_path: Path) -> None:
 def test_what_is_done_is_kept_and_what_is_missing_is_made(tmp_path: Path) -> None:
     """A process that ends in the middle, then a run that does not wait for the other shards."""
     config, cache = config_for(write_jsonl(tmp_path / "a.jsonl", random_texts(3, 97)), validation=0.1), tmp_path / "a"
-    whole = units.Units.tokenise
+    whole = units.TextUnits.tokenise
     calls: list[int] = []
 
-    def tokenise(one: Units, number: int) -> bool:
+    def tokenise(one: TextUnits, number: int) -> bool:
         calls.append(number)
         if len(calls) == 4:
             raise KeyboardInterrupt
         return whole(one, number)
 
-    with patch.object(Units, "tokenise", tokenise), pytest.raises(KeyboardInterrupt):
+    with patch.object(TextUnits, "tokenise", tokenise), pytest.raises(KeyboardInterrupt):
         prepared(config, cache, shard=(0, 2))
     kept = {path.name: path.stat().st_ino for path in cache.glob("units/*/0*") if path.is_dir()}
     assert len(kept) == 3
@@ -134,8 +134,8 @@ def test_what_is_done_is_kept_and_what_is_missing_is_made(tmp_path: Path) -> Non
         rest.data is None
         and {path.name: path.stat().st_ino for path in cache.glob("units/*/0*")}.items() >= kept.items()
     )
-    add = units.Units._add
-    with patch.object(Units, "_add", autospec=True, side_effect=add) as read:
+    add = units.TextUnits._add
+    with patch.object(TextUnits, "_add", autospec=True, side_effect=add) as read:
         prepare(config, cache=cache)  # `fivefold train`
     assert read.call_count == rest.left > 0
     prepare(config, cache=tmp_path / "alone")
@@ -194,13 +194,13 @@ def test_input_that_changed_between_shards_is_refused(tmp_path: Path) -> None:
     (folder / "b.jsonl").unlink()
     assert prepared(config, cache, shard=(1, 3)).tokenised
 
-    changing = units.Units._write  # while a unit is read
+    changing = units.TextUnits._write  # while a unit is read
 
-    def write(one: Units, beside: Path, number: int) -> None:
+    def write(one: TextUnits, beside: Path, number: int) -> None:
         changing(one, beside, number)
         os.utime(path)
 
-    with patch.object(Units, "_write", write), pytest.raises(UserError, match="changed since"):
+    with patch.object(TextUnits, "_write", write), pytest.raises(UserError, match="changed since"):
         prepared(config, cache, shard=(2, 3))
 
 
@@ -314,7 +314,7 @@ def test_units_go_to_processes_the_longest_first(tmp_path: Path, monkeypatch: py
     class Process:
         """The parent's end of the pipe to one that tokenises."""
 
-        def __init__(self, sources: Sequence[Units]) -> None:
+        def __init__(self, sources: Sequence[TextUnits]) -> None:
             self.sources = sources
 
         def send(self, unit: tuple[int, int]) -> None:
@@ -326,7 +326,7 @@ def test_units_go_to_processes_the_longest_first(tmp_path: Path, monkeypatch: py
             return None
 
     @contextmanager
-    def processes(number: int, sources: Sequence[Units]) -> Iterator[list[Process]]:
+    def processes(number: int, sources: Sequence[TextUnits]) -> Iterator[list[Process]]:
         counts.append(number)
         yield [Process(sources) for _ in range(number)]
 

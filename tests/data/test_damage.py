@@ -132,39 +132,8 @@ def _swap_bytes(store: Path) -> None:
     np.fromfile(store / "tokens.bin", "<u2").byteswap().tofile(store / "tokens.bin")
 
 
-def _other_byte_order(store: Path) -> None:
-    rewritten(store, dtype=">u2")
-
-
 def _wider(store: Path) -> None:
     np.fromfile(store / "tokens.bin", "<u2").astype("<u4").tofile(store / "tokens.bin")
-
-
-def _other_offsets(store: Path) -> None:
-    offsets = np.load(store / "offsets.npy")
-    offsets[3] = offsets[-1] + 5
-    np.save(store / "offsets.npy", offsets)
-    rewritten_files(store)
-
-
-def _beyond(store: Path) -> None:
-    """The first id that the tokenizer does not have, under checksums that fit."""
-    tokens = np.fromfile(store / "tokens.bin", "<u2")
-    tokens[600_001] = 257
-    tokens.tofile(store / "tokens.bin")
-    np.save(store / "checksums.npy", integrity.chunk_checksums(store / "tokens.bin"))
-    rewritten_files(store)
-
-
-def rewritten_files(store: Path) -> None:
-    meta = json.loads((store / "meta.json").read_text())
-    meta.pop("checksum")
-    files = {name: file_checksum(store / name) for name in meta["files"]}
-    (store / "meta.json").write_text(signed({**meta, "files": files}))
-
-
-def _no_numbers(store: Path) -> None:
-    rewritten(store, vocab_size="many")
 
 
 def _earlier_version(store: Path) -> None:
@@ -179,11 +148,7 @@ WRONG: dict[Callable[[Path], None], str] = {
     _cut: "tokens.bin has ",
     _flip_the_second_chunk: "tokens.bin is not what was written, between byte 1,048,576 and 2,097,152",
     _swap_bytes: "tokens.bin is not what was written, between byte 0 and 1,048,576",
-    _other_byte_order: "meta.json says dtype '>u2'; 257 tokens are stored as '<u2', little-endian",
     _wider: "tokens.bin has ",
-    _other_offsets: "offsets.npy does not cut ",
-    _beyond: "tokens.bin holds 257 as token 600,001, beyond the 257 of its tokenizer",
-    _no_numbers: "",
     _earlier_version: "meta.json has no checksum: it is of an earlier version",
     _later_version: "meta.json is of version 3; this fivefold reads 2",
 }

@@ -12,7 +12,7 @@ import pytest
 
 from fivefold.core.errors import UserError
 from fivefold.data import prepare
-from fivefold.data.shown import Document, _documents
+from fivefold.data.shown import ShownDocument, _documents
 from tests.data.helpers import config_for
 from tests.data.record_forms import ALL, BAD, GOOD, REFUSED, of_user
 from tests.data.tokenizers import byte_folder
@@ -51,7 +51,7 @@ def in_lines(place: Path, records: list[dict[str, Any]]) -> Path:
     return path
 
 
-def written(document: Document) -> str:
+def written(document: ShownDocument) -> str:
     return "".join(f"[[{part.text}]]" if part.trained else part.text for part in document.parts)
 
 

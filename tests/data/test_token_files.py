@@ -257,15 +257,6 @@ def test_rows_that_say_two_things_are_refused(tmp_path: Path) -> None:
     assert "token 2 is 300" in said(input_ids=[1, 300])
 
 
-def test_an_index_that_names_tokens_twice_is_refused(tmp_path: Path) -> None:
-    """A file of some MB could else fill the disk."""
-    path = megatron(tmp_path / "corpus", [[1, 2], [3]])
-    index = Path(f"{tmp_path}/corpus.idx")
-    raw = index.read_bytes()
-    index.write_bytes(raw[:34] + np.array([3, 1], "<i4").tobytes() + np.array([0, 4], "<i8").tobytes() + raw[58:])
-    assert "its .idx names tokens twice" in refusal(tmp_path, path).what
-
-
 def test_folders_of_datasets_are_refused_and_converted_elsewhere(tmp_path: Path, subtests: Subtests) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()

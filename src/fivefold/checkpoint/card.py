@@ -62,9 +62,10 @@ def model_card(checkpoint: Checkpoint, run: str | Path, *, arguments: str, dtype
         front["datasets"] = datasets
     rows = {**(_training(config, adapted) if config else {}), **_results(checkpoint, dtype)}
     load = _LOAD.format(
-        package=package, model_class="AutoPeftModelForCausalLM" if is_adapter else "AutoModelForCausalLM",
+        package=package,
+        model_class="AutoPeftModelForCausalLM" if is_adapter else "AutoModelForCausalLM",
         arguments=arguments,
-    )  # fmt: skip
+    )
     terms = f"Licence of the base model: {licence}. The terms" if licence else "Licence: unknown. Those"
     return (
         f"{_front(front)}\n# {title}\n\n{_TRAINED}\n\n{load}\n{_table(('', ''), rows.items())}\n"

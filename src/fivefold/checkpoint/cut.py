@@ -1,7 +1,7 @@
 """The rule by which a tensor is cut into slices, and which rank wrote which, to which file. No torch.
 
-Under `shard16384` a matrix has as many slices as rows. No list of them is kept: a `Cut` says in a line how they lie,
-and `Tiles` finds those in a region, or those of a rank, by arithmetic. The rule is that of `parallel/sharding.py`,
+Under `shard16384` a matrix has as many slices as rows. No list of them is kept: a `TensorCut` says in a line how they
+lie, and `Tiles` finds those in a region, or those of a rank, by arithmetic. The rule is that of `parallel/sharding.py`,
 without the layout behind it:
 
     parts   neighbouring ranks. Part p holds the blocks `blocks[p]` of each dimension in `splits`, and all of the
@@ -26,7 +26,7 @@ MOST_PARTS = 2**20  # no manifest makes its reader list more
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorCut:
     """How a tensor is cut: see the top of this file. By default it is whole, on one rank."""
 
     parts: int = 1
@@ -49,13 +49,13 @@ def key_of(kind: str, name: str, where: Box) -> str:
     return f"{kind}:{name}[{','.join(f'{start}:{stop}' for start, stop in where)}]"
 
 
-def placed(placement: Placement, name: str, rank: int | None = None, *, length: int = 1) -> tuple[Cut, int]:
+def placed(placement: Placement, name: str, rank: int | None = None, *, length: int = 1) -> tuple[TensorCut, int]:
     """The cut of a parameter over the copy that `rank` is in (None: this rank), and the first rank of that copy.
     `length`: numbers of a row that share one of the tensor's (`regions_by_block`)."""
     spec, index = placement.shards[name], placement.shard_index(name, rank)
     splits = tuple(_by_block(split, length) if split.dim == len(spec.shape) - 1 else split for split in spec.splits)
     place = index.fsdp_rank * spec.parts + index.part
-    return Cut(spec.parts, index.fsdp_size, splits), (placement.rank if rank is None else rank) - place
+    return TensorCut(spec.parts, index.fsdp_size, splits), (placement.rank if rank is None else rank) - place
 
 
 def _by_block(split: Split, length: int) -> Split:
@@ -64,7 +64,7 @@ def _by_block(split: Split, length: int) -> Split:
 
 
 @lru_cache(maxsize=1024)
-def tiles(shape: tuple[int, ...], cut: Cut) -> "Tiles":
+def tiles(shape: tuple[int, ...], cut: TensorCut) -> "Tiles":
     """The slices of a tensor of `shape`. Raises `ValueError` unless each element is in one of them."""
     return Tiles(shape, cut)
 
@@ -72,7 +72,7 @@ def tiles(shape: tuple[int, ...], cut: Cut) -> "Tiles":
 class Tiles:
     """The slices of one shape under one cut. Tensors that are cut alike share it (`tiles`)."""
 
-    def __init__(self, shape: tuple[int, ...], cut: Cut) -> None:
+    def __init__(self, shape: tuple[int, ...], cut: TensorCut) -> None:
         _check(shape, cut)
         self._shape, self._cut = shape, cut
         self._spec = ShardSpec("", shape, cut.splits, cut.parts)
@@ -161,7 +161,7 @@ class _Blocks:
         return {part for parts in here for part in parts}
 
 
-def _check(shape: Sequence[int], cut: Cut) -> None:
+def _check(shape: Sequence[int], cut: TensorCut) -> None:
     """Check that the numbers of a cut are those of one."""
     dims = [split.dim for split in cut.splits]
     if not (0 < cut.parts <= MOST_PARTS and cut.shards > 0 and len({*dims}) == len(dims)):

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint import model_folder
-from fivefold.checkpoint import push as hub
 from fivefold.checkpoint.agreement import base_source, check_base
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import best_step, find_checkpoint
@@ -34,7 +33,7 @@ from fivefold.checkpoint.model_folder import (
     save_tensors,
     write,
 )
-from fivefold.checkpoint.push import Pushed
+from fivefold.checkpoint.push import Pushed, check_push, push_folder
 from fivefold.config import RunConfig, parse_config
 from fivefold.core.errors import UserError
 from fivefold.core.files import writing
@@ -108,10 +107,10 @@ def export(
         out = out.resolve() if out.is_symlink() else out  # the folder is replaced, not the link
     if push is None:
         return _export(checkpoint, run, out, f'"{out.name}"', dtype, force, merge, room, file_bytes)
-    hub.check(push)  # before a large model is written
+    check_push(push)  # before a large model is written
     done = _export(checkpoint, run, out, push.arguments, dtype, force, merge, room, file_bytes)
     files = [path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()]  # `out` was replaced whole
-    return replace(done, push=hub.push(push, out, files, f"step {done.step} of {Path(str(run)).name}"))
+    return replace(done, push=push_folder(push, out, files, f"step {done.step} of {Path(str(run)).name}"))
 
 
 def _export(

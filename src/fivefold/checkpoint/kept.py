@@ -23,7 +23,7 @@ from fivefold.checkpoint import shard
 from fivefold.checkpoint.cut import OPTIMIZER, WEIGHT, file_of
 from fivefold.checkpoint.load import scalar_types
 from fivefold.checkpoint.manifest import MANIFEST, CorruptCheckpoint, read_description
-from fivefold.checkpoint.records import Part
+from fivefold.checkpoint.records import RankRecord
 from fivefold.checkpoint.save import Metadata, Snapshot, collect, manifest_of, scalars_of, types_of_all, write_part
 from fivefold.core.kept_steps import KeptStep, part_file
 from fivefold.core.run_folder import step_folder
@@ -197,7 +197,7 @@ def _described(folder: Path, kept: KeptStep, names: Iterable[str]) -> dict[str, 
         state = {**told[0]["state"], **types_of_all(part["types"] for part in told)}
         about = Metadata(step=told[0]["step"], state=state, agreement=told[0]["agreement"])
         snapshot = Snapshot(about, told[0]["layout"], tuple(names), (), {}, {})
-        manifest = manifest_of(snapshot, [Part.from_tree(part["part"]) for part in told], {})
+        manifest = manifest_of(snapshot, [RankRecord.from_tree(part["part"]) for part in told], {})
         manifest.check()
         return {"text": manifest.to_json(), "error": ""}
     except (OSError, ValueError, KeyError, TypeError) as error:

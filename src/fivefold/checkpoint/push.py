@@ -68,7 +68,7 @@ class _Branch:
     is_private: bool
 
 
-def check(to: Repository) -> None:
+def check_push(to: Repository) -> None:
     """Check that an export can be pushed, without changing anything on the hub.
 
     Raises `UserError` if the hub does not answer, the token must not write, the repository is public and should be
@@ -82,7 +82,7 @@ def check(to: Repository) -> None:
             _check(to, branch)
 
 
-def push(to: Repository, folder: Path, files: Collection[str], message: str) -> Pushed:
+def push_folder(to: Repository, folder: Path, files: Collection[str], message: str) -> Pushed:
     """Upload `files` of `folder` in one commit. Creates the repository and the branch where they do not exist. Raises
     `UserError` with the reason; the repository is then as it was, unless the error says that this is not known."""
     with to.errors(f"; {folder} is complete"):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from fivefold.checkpoint.cut import Box, Cut, file_of, meet, tiles
+from fivefold.checkpoint.cut import Box, TensorCut, file_of, meet, tiles
 
 # torch name -> safetensors name.
 DTYPES = {
@@ -43,7 +43,7 @@ class TensorRecord:
 
     shape: tuple[int, ...]
     dtype: str
-    cut: Cut | None = None
+    cut: TensorCut | None = None
     rank: int = 0
     instead: Mapping[int, tuple[Box, ...]] = field(default_factory=dict)
 
@@ -84,7 +84,7 @@ Records = Mapping[str, Mapping[str, TensorRecord]]  # kind -> parameter name -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RankRecord:
     """One rank's record. `tensors`: those of which it is the first rank, and those of which it has other slices than
     the cut says. `numbers`: kind -> elements of all its slices. `files`, `scalars`: as in a `Manifest`."""
 
@@ -99,14 +99,14 @@ class Part:
         return {"files": files, "scalars": self.scalars, "numbers": self.numbers, **tree_of(self.tensors)}
 
     @staticmethod
-    def from_tree(tree: Mapping[str, Any]) -> "Part":
+    def from_tree(tree: Mapping[str, Any]) -> "RankRecord":
         """Rebuild a part from the result of `tree`. Raises `ValueError` for another tree."""
-        found = _PART.validate_python(tree)
+        found = _RANK.validate_python(tree)
         tensors = records_of(found.cuts, found.tensors)
-        return Part(files=found.files, scalars=found.scalars, numbers=found.numbers, tensors=tensors)
+        return RankRecord(files=found.files, scalars=found.scalars, numbers=found.numbers, tensors=tensors)
 
 
-def joined(parts: Iterable[Part]) -> dict[str, dict[str, TensorRecord]]:
+def joined(parts: Iterable[RankRecord]) -> dict[str, dict[str, TensorRecord]]:
     """The tensors of all parts. Raises `ValueError` if ranks differ in how one is cut, or have other numbers of
     elements than it."""
     found: dict[str, dict[str, TensorRecord]] = {}
@@ -141,15 +141,15 @@ class Written:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Rank:
     files: Mapping[str, FileRecord]
     scalars: Mapping[str, Mapping[str, float]]
     numbers: Mapping[str, Size]
-    cuts: tuple[Cut, ...]
+    cuts: tuple[TensorCut, ...]
     tensors: Mapping[str, Mapping[str, Written]]
 
 
-_PART, _CUT = TypeAdapter(_Part), TypeAdapter(Cut)
+_RANK, _CUT = TypeAdapter(_Rank), TypeAdapter(TensorCut)
 
 
 def tree_of(tensors: Records) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def tree_of(tensors: Records) -> dict[str, Any]:
     return {"cuts": [_CUT.dump_python(cut) for cut in cuts], "tensors": found}
 
 
-def records_of(cuts: tuple[Cut, ...], tensors: Mapping[str, Mapping[str, Written]]) -> Records:
+def records_of(cuts: tuple[TensorCut, ...], tensors: Mapping[str, Mapping[str, Written]]) -> Records:
     """Rebuild the tensors from the values of `tree_of`. Raises `ValueError` for the number of a cut that is not
     there."""
     last = max((one.cut for records in tensors.values() for one in records.values() if one.cut is not None), default=-1)

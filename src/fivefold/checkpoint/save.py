@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fivefold.checkpoint import model_folder, shard
-from fivefold.checkpoint.cut import WEIGHT, Cut, box, file_of, key_of, placed
+from fivefold.checkpoint.cut import WEIGHT, TensorCut, box, file_of, key_of, placed
 from fivefold.checkpoint.find import Remote
 from fivefold.checkpoint.load import SCALARS, is_valid, scalar_types
 from fivefold.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from fivefold.checkpoint.records import DTYPES, FileRecord, Part, TensorRecord, joined
+from fivefold.checkpoint.records import DTYPES, FileRecord, RankRecord, TensorRecord, joined
 from fivefold.checkpoint.staging import Staging
 from fivefold.config import RunConfig
 from fivefold.core import files
@@ -78,7 +78,7 @@ class OwnedSlice:
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     values: Tensor
-    cut: Cut | None = None
+    cut: TensorCut | None = None
     first: int = 0
 
     @property
@@ -323,7 +323,7 @@ def _in_common(outer: OuterSteps, name: str) -> Iterator[OwnedSlice]:
 
 
 def _whole(placement: Placement, kind: str, name: str, tensor: Tensor) -> OwnedSlice:
-    return OwnedSlice(kind, name, tuple(tensor.shape), (0,) * tensor.ndim, tensor, Cut(), placement.rank)
+    return OwnedSlice(kind, name, tuple(tensor.shape), (0,) * tensor.ndim, tensor, TensorCut(), placement.rank)
 
 
 def _state(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) -> Mapping[str, Any]:
@@ -443,7 +443,7 @@ def _told(folder: Path, snapshot: Snapshot, rank: int) -> dict[str, Any]:
         return {"error": f"rank {rank}: {error}"}
 
 
-def write_part(folder: Path, snapshot: Snapshot, rank: int) -> Part:
+def write_part(folder: Path, snapshot: Snapshot, rank: int) -> RankRecord:
     """Write this rank's slices, weights and optimizer state in a file each, and read them back."""
     by_file: dict[str, dict[str, OwnedSlice]] = {}
     for one in snapshot.slices:
@@ -456,7 +456,9 @@ def write_part(folder: Path, snapshot: Snapshot, rank: int) -> Part:
     numbers: dict[str, int] = {}
     for one in snapshot.slices:
         numbers[one.kind] = numbers.get(one.kind, 0) + one.values.numel()
-    return Part(files=records, scalars=snapshot.scalars, tensors=_described(snapshot.slices, rank), numbers=numbers)
+    return RankRecord(
+        files=records, scalars=snapshot.scalars, tensors=_described(snapshot.slices, rank), numbers=numbers
+    )
 
 
 def _described(slices: Sequence[OwnedSlice], rank: int) -> dict[str, dict[str, TensorRecord]]:
@@ -482,7 +484,7 @@ def _publish(
         for part in told:
             if "error" in part:
                 raise OSError(part["error"])
-        parts = [Part.from_tree(part) for part in told]
+        parts = [RankRecord.from_tree(part) for part in told]
         manifest = manifest_of(snapshot, parts, _write_texts(beside, snapshot.texts))
         files.write(beside / MANIFEST, [manifest.to_json().encode()])
         files.sync_folder(beside)
@@ -539,7 +541,7 @@ def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileReco
     return records
 
 
-def manifest_of(snapshot: Snapshot, parts: Sequence[Part], texts: dict[str, FileRecord]) -> Manifest:
+def manifest_of(snapshot: Snapshot, parts: Sequence[RankRecord], texts: dict[str, FileRecord]) -> Manifest:
     scalars: dict[str, dict[str, float]] = {}
     for name, values in (item for part in parts for item in part.scalars.items()):
         scalars.setdefault(name, {}).update(values)

@@ -22,7 +22,6 @@ def docs(
 
     Example: fivefold docs
     Example: fivefold docs howto/data
-    Example: fivefold docs explain/layouts | less
     """
     import sys
 

@@ -148,8 +148,9 @@ class Given:
             said = "; ".join(f"{key}: {why}" for key, why in self._refused.items())
             raise UserError(
                 f"{self.found.file} asks for what a run file does not do: {said}",
-                fix="change these keys of it, or take them out", more="docs/howto/convert.md",
-            )  # fmt: skip
+                fix="change these keys of it, or take them out",
+                more="docs/howto/convert.md",
+            )
 
     def _finish(self, key: str, value: Any) -> None:
         schema, name = self.schema, self.schema.name(key)

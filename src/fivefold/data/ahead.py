@@ -21,7 +21,7 @@ from fivefold.core.cache import Progress, cache_root, say_aloud
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.data.prepare import PreparedData, inputs, prepare
 from fivefold.data.store import Say, check_settings, content_key, store_folder
-from fivefold.data.units import Units, shares
+from fivefold.data.units import TextUnits, shares
 
 _MORE = "docs/howto/data.md, 'Prepare ahead'"
 
@@ -79,16 +79,16 @@ def prepare_ahead(
     """
     began, root = time.monotonic(), cache_root(cache)
     train, validation, tokenizer = inputs(config, root, progress)
-    sources: list[Units] = []
+    sources: list[TextUnits] = []
     for files, is_streamed in [(one, config.data.streaming) for one in train] + [(one, False) for one in validation]:
         check_settings(files)
         if is_streamed:
-            sources.append(Units.begin(files, tokenizer, root, unit_bytes, streamed=True))
+            sources.append(TextUnits.begin(files, tokenizer, root, unit_bytes, streamed=True))
             continue
         # Only a call for all of it reads all of it: a shard must not take longer the more shards there are.
         if files.store or (not shard and store_folder(files, content_key(files, root), tokenizer, root).is_dir()):
             continue
-        sources.append(Units.begin(files, tokenizer, root, unit_bytes))
+        sources.append(TextUnits.begin(files, tokenizer, root, unit_bytes))
     every = [(units, number) for units in sources for number in range(len(units.units))]
     sizes = [units.units[number].size for units, number in every]
     mine: Sequence[int] = sorted(range(len(every)), key=lambda at: -sizes[at])
@@ -103,7 +103,7 @@ def prepare_ahead(
     return Ahead(lines, len(todo), sum(sizes[at] for at in todo), seconds, left, data)
 
 
-def _progress_of(units: Units) -> SourceProgress:
+def _progress_of(units: TextUnits) -> SourceProgress:
     number, name = len(units.units), units.files.name
     done = [counts for at in range(number) if (counts := units.counts(at))]
     if units.is_joined:  # looked at last: another process may be removing the units
@@ -121,7 +121,7 @@ def _cores() -> int:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def _tokenise(todo: Sequence[tuple[Units, int]], workers: int, progress: Progress | None) -> None:
+def _tokenise(todo: Sequence[tuple[TextUnits, int]], workers: int, progress: Progress | None) -> None:
     """Tokenise units in processes of their own, in this order."""
     total, done = sum(units.units[number].size for units, number in todo), 0
     sources = list({units.folder: units for units, _ in todo}.values())
@@ -146,7 +146,7 @@ def _tokenise(todo: Sequence[tuple[Units, int]], workers: int, progress: Progres
 
 
 @contextmanager
-def _processes(workers: int, sources: Sequence[Units]) -> Iterator[list[Any]]:
+def _processes(workers: int, sources: Sequence[TextUnits]) -> Iterator[list[Any]]:
     """Connections to processes that tokenise. They end with this one, or after their unit if it is killed.
 
     No pool of the standard library: its queues are named semaphores, which stay in /dev/shm when all of its processes
@@ -176,7 +176,7 @@ def _processes(workers: int, sources: Sequence[Units]) -> Iterator[list[Any]]:
             process.join()
 
 
-def _serve(asked: Any, sources: Sequence[Units]) -> None:
+def _serve(asked: Any, sources: Sequence[TextUnits]) -> None:
     """Tokenise the units that the parent names, and answer with the error of each, if there is one."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a core for each process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process

@@ -128,10 +128,11 @@ class ChatTemplate:
         """Convert turns to the form that the template takes: contents as texts or as lists of parts, call arguments as
         objects or as JSON."""
         found = [
-            turn if turn.get("content") is None or isinstance(turn["content"], self._forms) else
-            {**turn, "content": words(turn) if str in self._forms else [{"type": "text", "text": turn["content"]}]}
+            turn
+            if turn.get("content") is None or isinstance(turn["content"], self._forms)
+            else {**turn, "content": words(turn) if str in self._forms else [{"type": "text", "text": turn["content"]}]}
             for turn in turns
-        ]  # fmt: skip
+        ]
         calls = any(turn.get("tool_calls") for turn in turns)
         found = [_with_json(turn) for turn in found] if calls and self._takes_json else found
         return [{key: value for key, value in turn.items() if value is not None} for turn in found]

@@ -6,9 +6,10 @@ from fivefold.core.units import many
 
 _SOURCES_SHOWN = 12
 _REMARKS = {
-    "untrained": "example|without a trained token left out", "shortened": "example|longer than a row lost the end",
+    "untrained": "example|without a trained token left out",
+    "shortened": "example|longer than a row lost the end",
     "too_long": "pair|longer than a row left out",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,11 @@ _SAYS = (("system", ("system",)), ("user", ASKED), ("assistant", ANSWERED))
 _CALL = "call"  # role of an assistant's turn with a tool call as content
 # Role names of other formats -> those of templates.
 _ROLES = {
-    **dict.fromkeys(("human", "prompter"), "user"), **dict.fromkeys(("function_call", "tool_call"), _CALL),
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("function_call", "tool_call"), _CALL),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai", "chatbot", "bing", "bard", "claude"), "assistant"),
     **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
-}  # fmt: skip
+}
 _KNOWN = ("system", "developer", "user", "assistant", "tool")
 _FUNCTION = '{"name": ..., "arguments": {...}}'
 _TURN_KEYS = ("role", "from", "content", "value", "function_call", "tool_calls")
@@ -132,8 +133,9 @@ class Example:
         or_untrained = "" if self.pair else ", or leave the turn untrained: weight: 0"
         return UserError(
             f"{self.where}: {what} is empty, and would be learnt as an end without an answer",
-            fix=f"write the answer, or leave the record out{or_untrained}", more="docs/howto/data.md",
-        )  # fmt: skip
+            fix=f"write the answer, or leave the record out{or_untrained}",
+            more="docs/howto/data.md",
+        )
 
 
 def _says_nothing(turn: Turn, written: str) -> bool:

@@ -16,12 +16,12 @@ from fivefold.config import parse_config
 from fivefold.core.errors import UserError
 from fivefold.data.prepare import inputs
 from fivefold.data.stream import UnitOrder
-from fivefold.data.units import Units
+from fivefold.data.units import TextUnits
 
 _AHEAD = 2  # windows tokenised beyond the one that was opened last
 
 
-class Opened:
+class OpenWindows:
     """The last window that the trainer opened, as its lines come in."""
 
     def __init__(self) -> None:
@@ -46,14 +46,14 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a core beside the trainer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides
     request = json.loads(sys.stdin.readline())
-    opened, config, root = Opened(), parse_config(request["config"]), Path(request["cache"])
+    opened, config, root = OpenWindows(), parse_config(request["config"]), Path(request["cache"])
     with suppress(UserError):  # the trainer comes to the same unit, and reports it
         train, _, tokenizer = inputs(config, root)
-        sources = tuple(Units.begin(files, tokenizer, root, streamed=True) for files in train)
+        sources = tuple(TextUnits.begin(files, tokenizer, root, streamed=True) for files in train)
         fill(UnitOrder(sources, config.train.seed), opened)
 
 
-def fill(order: UnitOrder, opened: Opened) -> None:
+def fill(order: UnitOrder, opened: OpenWindows) -> None:
     """Tokenise window after window, except those that the trainer has passed, until no unit is left."""
     number, left = 0, set(order.units)
     while left:

@@ -29,7 +29,7 @@ from fivefold.data.split import Int64s, bases_of, block_size, blocks_of, held_ou
 from fivefold.data.store import BLOCK, Say, TokenStore, check_settings, store_for
 from fivefold.data.stream import StreamedRows, settings_of
 from fivefold.data.tokenizer import TokenizerInfo, find_tokenizer
-from fivefold.data.units import Units
+from fivefold.data.units import TextUnits
 
 _ROWS_VERSION = 1  # raise when the rows of the same tokens change
 _SPLIT_VERSION = 2  # raise when the rows of runs with a held-out fraction change
@@ -87,7 +87,7 @@ def prepare(
         return _streamed(config, root, train, validation, tokenizer, progress, say)
 
     def store_of(files: FileList) -> TokenStore:
-        return store_for(files, tokenizer, root, progress, say, Units.find(files, tokenizer, root))
+        return store_for(files, tokenizer, root, progress, say, TextUnits.find(files, tokenizer, root))
 
     stores, held = tuple(map(store_of, train)), tuple(map(store_of, validation))
     _check_objective(config, [*zip(train, stores, strict=True), *zip(validation, held, strict=True)])
@@ -142,8 +142,9 @@ def _check_objective(config: RunConfig, stores: Sequence[tuple[FileList, TokenSt
             raise UserError(
                 f"{files.source.label}: the token store {files.name} has the numbers {list(store.meta.numbers)}, and "
                 f"objective.columns is {list(config.objective.columns)}",
-                fix="name the records that it was made from", more="docs/howto/losses.md",
-            )  # fmt: skip
+                fix="name the records that it was made from",
+                more="docs/howto/losses.md",
+            )
         if store.meta.rated != config.objective.is_rated and store.meta.pairs:  # an older store
             raise UserError(
                 f"{files.source.label}: {files.name} holds {'rated answers' if store.meta.rated else 'pairs'}, and "
@@ -359,7 +360,7 @@ def _streamed(
                 f"data.streaming: {files.source.label}: {files.name} is a token store, which is tokenised already",
                 fix="set data.streaming: false",
             )
-    units = tuple(Units.begin(files, tokenizer, root, streamed=True) for files in train)
+    units = tuple(TextUnits.begin(files, tokenizer, root, streamed=True) for files in train)
     for source in units:  # no file is read whole, so their sizes and times stand for them
         stamps = zip(source.files.files, source.state, strict=True)
         source.files.known.update({path: f"{size:,} bytes of {time}" for (path, _), (_, size, time, *_) in stamps})

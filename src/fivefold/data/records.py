@@ -21,7 +21,7 @@ from fivefold.core.units import many
 from fivefold.data import examples
 from fivefold.data.batch import IGNORE
 from fivefold.data.examples import ANSWERED, ASKED, Document, Example, NumberedText, Preference, Rated, TokenIds
-from fivefold.data.source import RECORD_KINDS, FileList, Format, Part, Source
+from fivefold.data.source import RECORD_KINDS, FileList, FilePart, Format, Source
 from fivefold.data.spans import words
 from fivefold.data.token_ids import BOUNDS, LISTS, documents_in, rows_are
 
@@ -107,7 +107,7 @@ class Records(Format):
         """Every record of a file, at least one, preceded by its place for messages."""
         raise NotImplementedError
 
-    def records_of(self, part: Part, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+    def records_of(self, part: FilePart, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
         """The records of a part of a file."""
         raise NotImplementedError
 
@@ -127,12 +127,12 @@ class Records(Format):
                     document = replace(document, is_whole=False, is_packed=kind == "packed")
             yield document
 
-    def documents_of(self, part: Part, path: Path, source: Source) -> Iterator[Document]:
+    def documents_of(self, part: FilePart, path: Path, source: Source) -> Iterator[Document]:
         return self._as_rows(self._documents(self.records_of(part, path, source), source), path, source)
 
     def _known(
-        self, record: Mapping[str, object], source: Source, known: dict[tuple[str, ...], "Parts | None"]
-    ) -> "Parts | None":
+        self, record: Mapping[str, object], source: Source, known: dict[tuple[str, ...], "RecordKeys | None"]
+    ) -> "RecordKeys | None":
         """The parts of a record, cached for records with the same keys, also in `source.read`."""
         names = tuple(record)
         if names in known:
@@ -143,7 +143,7 @@ class Records(Format):
         return parts
 
     def _documents(self, opened: Generator[tuple[str, Mapping[str, object]]], source: Source) -> Iterator[Document]:
-        known: dict[tuple[str, ...], Parts | None] = {}
+        known: dict[tuple[str, ...], RecordKeys | None] = {}
         with closing(opened) as records:
             if source.rates:
                 answers = (
@@ -153,7 +153,7 @@ class Records(Format):
                 )
                 yield from examples.beside_others(answer for group in answers for answer in group)
                 return
-            whole: Parts | None = None  # parts of the last record that was an example
+            whole: RecordKeys | None = None  # parts of the last record that was an example
             for where, record in records:
                 parts = self._known(record, source, known)
                 if parts is None and whole is not None:
@@ -184,7 +184,7 @@ class Records(Format):
 
 
 @dataclass(frozen=True)
-class Parts:
+class RecordKeys:
     """The keys of a record that make an example of `form`. `beside`: keys of a system text, tools and the like."""
 
     form: Form
@@ -206,7 +206,7 @@ class Parts:
         return tuple(key for key in named if key is not None)
 
 
-def parts_of(names: Collection[str], source: Source) -> Parts | None:
+def parts_of(names: Collection[str], source: Source) -> RecordKeys | None:
     """The keys that make an example of records with these `names`; None for texts and unknown records. Raises
     `UserError` if `source` names a missing key."""
     columns, kind = source.columns, source.format if source.format in RECORD_KINDS else None
@@ -239,7 +239,7 @@ def parts_of(names: Collection[str], source: Source) -> Parts | None:
         )
     is_turns = any(found[part] for part in _BY_TEMPLATE) or kind in ("chat", "alpaca")
     is_plain = kind == "completion" or (form.is_plain and not is_turns)
-    return Parts(
+    return RecordKeys(
         form,
         turns=None if form.answers else found["messages"][0],
         asked=tuple(dict.fromkeys(key for part in form.asked for key in found[part])),
@@ -252,13 +252,13 @@ def parts_of(names: Collection[str], source: Source) -> Parts | None:
     )
 
 
-def _parts_of_ids(names: Collection[str], key: str, source: Source) -> Parts:
+def _parts_of_ids(names: Collection[str], key: str, source: Source) -> RecordKeys:
     if source.train_on != Source.train_on:
         raise UserError(
             f"{source.named('train_on')}: {source.train_on}: of token ids, 'labels' say what is trained",
             fix=f"leave {source.named('train_on')} out",
         )
-    return Parts(Form("token ids", ("",), ()), ids=(key, *(name for name in _BESIDE_IDS if name in names)))
+    return RecordKeys(Form("token ids", ("",), ()), ids=(key, *(name for name in _BESIDE_IDS if name in names)))
 
 
 _BROAD = {"prompt": "asked", "completion": "answered"}  # a name in `columns` replaces all columns like it
@@ -283,7 +283,7 @@ def _found(names: Iterable[str], columns: Mapping[str, str]) -> dict[str, tuple[
     return found
 
 
-def _better(record: Mapping[str, object], parts: Parts) -> int | None:
+def _better(record: Mapping[str, object], parts: RecordKeys) -> int | None:
     """The better of the two answers, 0 or 1; None if neither is."""
     assert parts.verdict is not None
     said = str(record[parts.verdict]).strip().lower().removesuffix(".0")
@@ -291,7 +291,7 @@ def _better(record: Mapping[str, object], parts: Parts) -> int | None:
     return next((number for number, synonyms in enumerate(verdicts) if said in synonyms), None)
 
 
-def _is_decided(record: Mapping[str, object], source: Source, parts: Parts | None) -> bool:
+def _is_decided(record: Mapping[str, object], source: Source, parts: RecordKeys | None) -> bool:
     """True if a record is trained; a record that prefers neither answer is counted."""
     if parts is None or parts.verdict is None or _better(record, parts) is not None:
         return True
@@ -303,7 +303,7 @@ def _is_decided(record: Mapping[str, object], source: Source, parts: Parts | Non
 
 
 def example_of(
-    record: Mapping[str, object], source: Source, where: str, parts: Parts | None = None
+    record: Mapping[str, object], source: Source, where: str, parts: RecordKeys | None = None
 ) -> Example | Preference | None:
     """The example, or the pair of two, in a record; None for a text. Raises `UserError`, naming the place."""
     parts = parts or parts_of(record, source)
@@ -332,7 +332,7 @@ def example_of(
     return Preference(found[0], found[1]) if len(found) == 2 else found[0]
 
 
-def ids_of(record: Mapping[str, object], parts: Parts, where: str) -> Iterator[TokenIds]:
+def ids_of(record: Mapping[str, object], parts: RecordKeys, where: str) -> Iterator[TokenIds]:
     """The documents of token ids in a record: one, or those of a packed row (`data.token_ids`).
 
     `labels` are the ids, with -100 in place of those that are not trained, nor are those with 0 in a mask of `_MASKS`;
@@ -377,7 +377,7 @@ def _integers(values: object, where: str, key: str) -> NDArray[np.integer]:
     raise UserError(f"{where}: {key!r} holds {examples.kind_of(values)}, not a list of integers", fix="write token ids")
 
 
-def _question(record: Mapping[str, object], parts: Parts, where: str) -> object:
+def _question(record: Mapping[str, object], parts: RecordKeys, where: str) -> object:
     """The question: its distinct texts joined by newlines, or its turns; None for two answers without a question. A
     `prompt` that contains all other texts stands alone, unless it ends with the answer."""
     given = [record[key] for key in parts.asked if record[key] not in (None, "")]
@@ -397,7 +397,9 @@ def _question(record: Mapping[str, object], parts: Parts, where: str) -> object:
     return "\n".join(texts)
 
 
-def rated_of(record: Mapping[str, object], source: Source, where: str, parts: Parts | None = None) -> Iterator[Rated]:
+def rated_of(
+    record: Mapping[str, object], source: Source, where: str, parts: RecordKeys | None = None
+) -> Iterator[Rated]:
     """The rated answer in a record, or the two of a pair. Raises `UserError`, naming the place."""
     found = example_of(record, source, where, parts)
     if isinstance(found, Preference):
@@ -419,7 +421,7 @@ def rated_of(record: Mapping[str, object], source: Source, where: str, parts: Pa
     yield Rated(found, desirable)
 
 
-def _check_complete(record: Mapping[str, object], whole: Parts, source: Source, where: str, noun: str) -> None:
+def _check_complete(record: Mapping[str, object], whole: RecordKeys, source: Source, where: str, noun: str) -> None:
     """Raise `UserError` for a record that is no text and lacks keys of the earlier example with `whole`."""
     missing = [key for key in whole.keys if key not in record]
     if missing and source.text_key not in record:
@@ -447,8 +449,9 @@ def _numbered(document: Document, record: Mapping[str, object], source: Source, 
             said = f"{key} is {value!r}" if key in record else f"no {key}; the keys are {_listed(record)}"
             raise UserError(
                 f"{where}: {said}, and objective.columns names it as a number",
-                fix=f"write a number there, or leave {key} out of objective.columns", more="docs/howto/losses.md",
-            )  # fmt: skip
+                fix=f"write a number there, or leave {key} out of objective.columns",
+                more="docs/howto/losses.md",
+            )
     numbers = tuple(float(value) for value in values if isinstance(value, int | float))
     if isinstance(document, Example | TokenIds):
         return replace(document, numbers=numbers)
@@ -478,8 +481,9 @@ def check_columns(files: FileList) -> None:
     if source.numbers and plain:
         raise UserError(
             f"objective.columns names numbers of records, and {source.label}: {plain[0]} has none",
-            fix="name records: jsonl, csv or parquet; or leave objective.columns out", more="docs/howto/losses.md",
-        )  # fmt: skip
+            fix="name records: jsonl, csv or parquet; or leave objective.columns out",
+            more="docs/howto/losses.md",
+        )
 
 
 def check_plain(files: FileList) -> None:

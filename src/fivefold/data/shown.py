@@ -1,33 +1,28 @@
-"""The first rows of a run as the model will see them, and the lengths of its documents: the output of `fivefold data`.
+"""The first rows of a run as the model will see them: the output of `fivefold data`.
 
 On a terminal trained tokens are green and context is dim; elsewhere trained text is enclosed in `[[` and `]]`.
 """
 
 import json as json_format
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from fivefold.core.text import shown
 from fivefold.core.units import many
 from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.data.prepare import PreparedData
-from fivefold.data.rows import PackedRows
 
 if TYPE_CHECKING:
     from rich.console import Console
     from tokenizers import Tokenizer
 
-_BAR = 40  # characters of the longest bar
 _MOST = 2000  # displayed characters of a document
-_SAMPLE = 100_000  # pieces whose trained tokens are counted
 
 
 @dataclass(frozen=True)
-class Part:
+class TextPart:
     """Tokens in a row that are all trained, or all context, as text."""
 
     text: str
@@ -35,11 +30,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Document:
+class ShownDocument:
     """A document, or a piece of one, in a row. `cut`: longer than `_MOST` characters and truncated here. `answer`: its
     label within a pair."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TextPart, ...]
     tokens: int
     trained: int
     cut: bool
@@ -47,23 +42,11 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Pieces of `least` to `most` tokens."""
-
-    least: int
-    most: int
-    pieces: int
-
-
-@dataclass(frozen=True)
 class DataReport:
-    """`lines`: the lines about data in the header of a run. `rows`: the first rows of training. `lengths`: of pieces,
-    `trained`: of their trained tokens, if there are examples."""
+    """`lines`: the lines about data in the header of a run. `rows`: the first rows of training."""
 
     lines: tuple[str, ...]
-    rows: tuple[tuple[Document, ...], ...]
-    lengths: tuple[Bucket, ...]
-    trained: tuple[Bucket, ...]
+    rows: tuple[tuple[ShownDocument, ...], ...]
     ok: bool = True
 
     def to_json(self) -> str:
@@ -79,12 +62,6 @@ class DataReport:
 
         for line in self.lines:
             say(shown(line))
-        for title, buckets in (("tokens of a document in a row", self.lengths), ("trained tokens of it", self.trained)):
-            if buckets:
-                say()
-                say(Text(title, style="bold"))
-                for line in _bars(buckets):
-                    say(line)
         for number, row in enumerate(self.rows, start=1):
             tokens, trained = (sum(getattr(column, name) for column in row) for name in ("tokens", "trained"))
             say()
@@ -95,37 +72,11 @@ class DataReport:
 
 
 def examine(data: PreparedData, rows: int) -> DataReport:
-    """The first `rows` rows in training order, and the lengths of all, or of those packed before training."""
-    train, sample = data.train, data.train.sample
-    tokenizer = data.tokenizer.load()
-    return DataReport(
-        lines=tuple(data.counts.lines()),
-        rows=tuple(
-            tuple(_documents(train.rows([place], row_multiple=1), tokenizer))
-            for place in train.in_order(range(min(rows, len(sample))))
-        ),
-        lengths=buckets(np.asarray(sample.index.pieces.length)),
-        trained=buckets(_trained(sample)) if data.counts.train.examples else (),
-    )
-
-
-def buckets(lengths: Sequence[int] | Any) -> tuple[Bucket, ...]:
-    """Count the lengths of 1, 2, 3 to 4, 5 to 8, and so on, from the least to the greatest."""
-    upper = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
-    first, last = (int(upper.min()), int(upper.max())) if len(upper) else (0, -1)
-    counts = np.bincount(upper, minlength=last + 1)
-    return tuple(Bucket(2**n // 2 + 1 if n else 1, 2**n, int(counts[n])) for n in range(first, last + 1))
-
-
-def _trained(rows: PackedRows) -> list[int]:
-    """Trained targets of pieces in the first rows."""
-    found: list[int] = []
-    for row in range(len(rows)):
-        if len(found) >= _SAMPLE:
-            break
-        batch = rows.rows([row], row_multiple=1)
-        found += [int((labels != IGNORE).sum()) for _, labels, _ in _pieces(batch)]
-    return found
+    """The first `rows` rows in training order."""
+    train, tokenizer = data.train, data.tokenizer.load()
+    places = train.in_order(range(min(rows, len(train.sample))))
+    shown_rows = (tuple(_documents(train.rows([place], row_multiple=1), tokenizer)) for place in places)
+    return DataReport(tuple(data.counts.lines()), tuple(shown_rows))
 
 
 def _pieces(batch: MicroBatch) -> Iterator[tuple[Any, Any, str]]:
@@ -144,28 +95,20 @@ def _called(number: int, batch: MicroBatch) -> str:
     return "answer to another prompt" if number % 2 else "desirable" if batch.desirable[number // 2] else "undesirable"
 
 
-def _documents(batch: MicroBatch, tokenizer: "Tokenizer") -> Iterator[Document]:
+def _documents(batch: MicroBatch, tokenizer: "Tokenizer") -> Iterator[ShownDocument]:
     for ids, labels, answer in _pieces(batch):
         # A token is trained if it is the target of the one before; the target of a row's last token is not shown.
         flags = [False, *(labels[:-1] != IGNORE).tolist()]
         parts, length = [], 0
         for trained, group in groupby(zip(ids.tolist(), flags, strict=True), key=lambda pair: pair[1]):
             text = tokenizer.decode([token for token, _ in group], skip_special_tokens=False)
-            parts.append(Part(text[: max(0, _MOST - length)], trained))
+            parts.append(TextPart(text[: max(0, _MOST - length)], trained))
             length += len(text)
         kept = tuple(part for part in parts if part.text)
-        yield Document(kept, len(ids), int((labels != IGNORE).sum()), length > _MOST, answer)
+        yield ShownDocument(kept, len(ids), int((labels != IGNORE).sum()), length > _MOST, answer)
 
 
-def _bars(buckets: Sequence[Bucket]) -> Iterator[str]:
-    most, width = max(bucket.pieces for bucket in buckets), len(f"{buckets[-1].least:,} to {buckets[-1].most:,}")
-    for bucket in buckets:
-        name = f"{bucket.least:,} to {bucket.most:,}" if bucket.most > bucket.least else f"{bucket.most:,}"
-        bar = "#" * (-(-bucket.pieces * _BAR // most) if bucket.pieces else 0)
-        yield f"  {name:>{width}}  {bar:{_BAR}} {bucket.pieces:,}"
-
-
-def _text(document: Document, *, is_plain: bool) -> Any:
+def _text(document: ShownDocument, *, is_plain: bool) -> Any:
     from rich.text import Text
 
     text = Text(f"{document.answer}: " if document.answer else "", style="bold")

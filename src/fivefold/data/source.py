@@ -88,7 +88,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A part of a file: bytes or row groups from `start` to `stop`. `rows_before`: the rows of the file before it; not
     counted until a message needs them."""
 
@@ -114,16 +114,16 @@ class Format:
         """The documents of one file, in file order. Raises `UserError` naming the file and the row (from 1)."""
         raise NotImplementedError
 
-    def parts(self, path: Path, source: Source, size: int) -> Sequence[tuple[Part, int]]:
+    def parts(self, path: Path, source: Source, size: int) -> Sequence[tuple[FilePart, int]]:
         """Consecutive parts of about `size` bytes that can be read without the ones before, each with its bytes; none
         if a file is only read as a whole."""
         return ()
 
-    def counted(self, path: Path, source: Source, part: Part) -> Part:
+    def counted(self, path: Path, source: Source, part: FilePart) -> FilePart:
         """The part, with the number of rows before it."""
         return part
 
-    def documents_of(self, part: Part, path: Path, source: Source) -> Iterator[Document]:
+    def documents_of(self, part: FilePart, path: Path, source: Source) -> Iterator[Document]:
         """The documents of a part of a file from `parts`."""
         raise NotImplementedError
 

@@ -35,7 +35,7 @@ from fivefold.data.source import FileList
 from fivefold.data.split import blocks_of, spans_of
 from fivefold.data.store import Say, TokenStore
 from fivefold.data.tokenizer import TokenizerInfo
-from fivefold.data.units import Units
+from fivefold.data.units import TextUnits
 
 WINDOW = 8  # units: their rows are shuffled together, and tokenised before the first step
 _OPEN = 3  # windows: a batch may straddle two, and the next one is read ahead
@@ -51,7 +51,7 @@ Check = Callable[[FileList, TokenStore], None]
 class UnitOrder:
     """The units of all sources, window after window of an endless order."""
 
-    sources: tuple[Units, ...]
+    sources: tuple[TextUnits, ...]
     seed: int
 
     @property
@@ -76,7 +76,7 @@ class StreamedRows(RowSource):
     """The rows of a stream. The number of a row is that of its window, and its number in it."""
 
     def __init__(
-        self, config: RunConfig, units: Sequence[Units], *, root: Path, tokenizer: TokenizerInfo, check: Check,
+        self, config: RunConfig, units: Sequence[TextUnits], *, root: Path, tokenizer: TokenizerInfo, check: Check,
         say: Say, progress: Progress | None = None,
     ) -> None:  # fmt: skip
         """`units`: of each source. `check` raises `UserError` for tokens of another kind
@@ -232,7 +232,7 @@ class StreamedRows(RowSource):
                 self._filler.write(f"{line}\n".encode())
 
 
-def settings_of(sources: Sequence[Units], units: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """The result of `Units.described` for each source with one of `units`."""
+def settings_of(sources: Sequence[TextUnits], units: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """The result of `TextUnits.described` for each source with one of `units`."""
     numbers = {at: [number for source, number in units if source == at] for at in dict.fromkeys(at for at, _ in units)}
     return [sources[at].described(of_source) for at, of_source in numbers.items()]

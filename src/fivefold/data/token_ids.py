@@ -186,8 +186,9 @@ def _agreed(given: Mapping[str, tuple[str, NDArray[np.integer]]], real_T: Bools,
             at = int(np.flatnonzero(real_T)[int((begins != agreed).argmax()) + 1])
             raise UserError(
                 f"{where}: {by} and {name} bound other documents, from token {at + 1:,} on",
-                fix="leave out the column that is wrong", more=_MORE,
-            )  # fmt: skip
+                fix="leave out the column that is wrong",
+                more=_MORE,
+            )
         agreed, by = begins, name
     return agreed
 

@@ -31,7 +31,7 @@ from fivefold.core.files import expanded
 from fivefold.core.integrity import DamagedError, check_file, file_checksum, read_signed, signed
 from fivefold.data.examples import Document
 from fivefold.data.records import MOST_FORMS, check_used, columns_read
-from fivefold.data.source import FileList, Part, Source, reading
+from fivefold.data.source import FileList, FilePart, Source, reading
 from fivefold.data.store import READING, TOKENS, TRAINED, Say, StoreWriter, TokenStore, made_by, odd_line, unit_meta
 from fivefold.data.token_ids import TokenIdsReport
 from fivefold.data.tokenizer import TokenizerInfo
@@ -48,17 +48,17 @@ _COPIED = 2**22  # bytes copied together
 
 
 @dataclass(frozen=True)
-class Unit:
+class TextUnit:
     """Files `first` to `last` of a source (the last excluded), or the `part` of one; `size`: its bytes of text."""
 
     first: int
     last: int
     size: int
-    part: Part | None = None
+    part: FilePart | None = None
 
 
 @dataclass(frozen=True)
-class Units:
+class TextUnits:
     """The units of a source in the folder `folder` of the cache. `state`: the files as the manifest has them."""
 
     files: FileList
@@ -66,12 +66,12 @@ class Units:
     root: Path
     folder: Path
     state: Sequence[Sequence[Any]]
-    units: tuple[Unit, ...]
+    units: tuple[TextUnit, ...]
 
     @classmethod
     def begin(
         cls, files: FileList, tokenizer: TokenizerInfo, root: Path, size: int | None = None, *, streamed: bool = False
-    ) -> "Units":
+    ) -> "TextUnits":
         """The units of a source, divided now if they are not yet. `streamed`: to be read as they are. Raises
         `UserError` if the files are no longer those that were divided."""
         folder, state = _folder(files, tokenizer, root, STREAMS if streamed else _UNITS_FOLDER), _state(files)
@@ -85,7 +85,7 @@ class Units:
         return found
 
     @classmethod
-    def find(cls, files: FileList, tokenizer: TokenizerInfo, root: Path) -> "Units | None":
+    def find(cls, files: FileList, tokenizer: TokenizerInfo, root: Path) -> "TextUnits | None":
         """The units of a source if it is being prepared; None if not, if it changed since, or if they are joined."""
         folder = _folder(files, tokenizer, root, _UNITS_FOLDER)
         if files.store or not (folder / _MANIFEST).exists() or _is_joined(folder):
@@ -243,7 +243,7 @@ class Units:
                 pass  # raises the error again, with the row
             raise error
 
-    def _documents(self, unit: Unit, source: Source) -> Iterator[Document]:
+    def _documents(self, unit: TextUnit, source: Source) -> Iterator[Document]:
         for path, form in self.files.files[unit.first : unit.last]:
             with reading(path, source):
                 if unit.part is None:
@@ -392,15 +392,15 @@ def unit_bytes(total: int) -> int:
 def _divide(files: FileList, state: list[list[Any]], size: int | None, folder: Path) -> None:
     sizes = [form.size(path) for path, form in files.files]
     size = size or unit_bytes(sum(sizes))
-    units: list[Unit] = []
+    units: list[TextUnit] = []
     for number, ((path, form), bytes_) in enumerate(zip(files.files, sizes, strict=True)):
         parts = form.parts(path, files.source, size) if bytes_ > size else ()
         if len(parts) > 1:
-            units += [Unit(number, number + 1, part_size, part) for part, part_size in parts]
+            units += [TextUnit(number, number + 1, part_size, part) for part, part_size in parts]
         elif units and units[-1].part is None and units[-1].size + bytes_ <= size:
             units[-1] = replace(units[-1], last=number + 1, size=units[-1].size + bytes_)
         else:
-            units.append(Unit(number, number + 1, bytes_))
+            units.append(TextUnit(number, number + 1, bytes_))
     tree = {"version": _VERSION, "files": state, "units": [asdict(unit) for unit in units]}
     (folder / _MANIFEST).write_text(signed(tree, indent=None), encoding="utf-8")
 
@@ -409,8 +409,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return read_signed(folder / _MANIFEST)
 
 
-def _units_of(manifest: Mapping[str, Any]) -> tuple[Unit, ...]:
-    return tuple(Unit(**{**unit, "part": unit["part"] and Part(**unit["part"])}) for unit in manifest["units"])
+def _units_of(manifest: Mapping[str, Any]) -> tuple[TextUnit, ...]:
+    return tuple(TextUnit(**{**unit, "part": unit["part"] and FilePart(**unit["part"])}) for unit in manifest["units"])
 
 
 def _is_joined(folder: Path) -> bool:

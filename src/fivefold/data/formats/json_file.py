@@ -11,7 +11,7 @@ from typing import IO
 from fivefold.core.errors import UserError
 from fivefold.data.compression import MOST_BYTES, lines_of, opened, read_most
 from fivefold.data.records import Records
-from fivefold.data.source import Part, Source, no_documents, not_utf8
+from fivefold.data.source import FilePart, Source, no_documents, not_utf8
 
 _CHUNK = 2**20  # bytes
 _MARK = b"\xef\xbb\xbf"  # byte order mark
@@ -66,7 +66,7 @@ def _read(path: Path, source: Source) -> list[object]:
 
 
 @dataclass(frozen=True)
-class JsonLines(Records):
+class JsonLinesFormat(Records):
     """Read line by line, with one record in memory. Blank lines are skipped.
 
     A part of a file has the lines that begin in it. Three kinds of files are not divided: compressed ones, those of
@@ -83,22 +83,22 @@ class JsonLines(Records):
         if is_empty:
             raise no_documents(f"{where}:1")
 
-    def parts(self, path: Path, source: Source, size: int) -> Sequence[tuple[Part, int]]:
+    def parts(self, path: Path, source: Source, size: int) -> Sequence[tuple[FilePart, int]]:
         end = path.stat().st_size
         if self.is_packed(path) or source.rates or not _has_record(path, source.at(path)):
             return ()
         stops = [(start, min(start + size, end)) for start in range(0, end, size)]
         # A byte order mark stands in the first row alone.
-        return [(Part(start, stop, rows_before=int(start > 0)), stop - start) for start, stop in stops]
+        return [(FilePart(start, stop, rows_before=int(start > 0)), stop - start) for start, stop in stops]
 
-    def counted(self, path: Path, source: Source, part: Part) -> Part:
+    def counted(self, path: Path, source: Source, part: FilePart) -> FilePart:
         left, rows, last = part.start, 0, b"\n"
         with path.open("rb") as file:
             while chunk := file.read(min(left, _CHUNK)):
                 left, rows, last = left - len(chunk), rows + chunk.count(b"\n"), chunk[-1:]
         return replace(part, rows_before=rows + (last != b"\n"))  # with the line that runs into the part
 
-    def records_of(self, part: Part, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+    def records_of(self, part: FilePart, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
         where = source.at(path)
         with opened(path, where) as file:
             file.seek(max(0, part.start - 1))
@@ -158,4 +158,4 @@ def _object(record: object, where: str, *, fix: str) -> Mapping[str, object]:
 
 
 JSON = Json(name="json", suffixes=(".json",))
-JSON_LINES = JsonLines(name="jsonl", suffixes=(".jsonl", ".ndjson"))
+JSON_LINES = JsonLinesFormat(name="jsonl", suffixes=(".jsonl", ".ndjson"))

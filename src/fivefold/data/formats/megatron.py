@@ -123,8 +123,6 @@ def _tokens(path: Path, index: _Index, where: str) -> NDArray[np.integer]:
         or (index.offsets % width).any()
     ):
         raise UserError(f"{where}: its .idx names places that are not in it", fix=_COPY)
-    if int(index.lengths.sum(dtype=np.int64)) * width > size:  # a small file could fill the disk
-        raise UserError(f"{where}: its .idx names tokens twice", fix=_COPY)
     return np.asarray(np.memmap(path, index.dtype, "r")) if size else np.empty(0, index.dtype)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from fivefold.core.errors import UserError
 from fivefold.data.compression import check_is_data
 from fivefold.data.records import Records, given, keys_read, no_text, parts_of
-from fivefold.data.source import Part, Source, no_documents, not_utf8
+from fivefold.data.source import FilePart, Source, no_documents, not_utf8
 
 _ROWS, _TOGETHER = 64, 2**24  # rows and bytes that are decoded together, roughly
 _BUFFER = 2**20  # bytes read at once of a column
@@ -31,25 +31,27 @@ class Parquet(Records):
         if is_empty:
             raise no_documents(source.at(path), "the file has no rows")
 
-    def parts(self, path: Path, source: Source, size: int) -> Sequence[tuple[Part, int]]:
+    def parts(self, path: Path, source: Source, size: int) -> Sequence[tuple[FilePart, int]]:
         if source.rates:  # each answer is paired with another prompt of its file
             return ()
         where = source.at(path)
         with _readable(where), _open(path, where) as file:
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-        parts: list[tuple[Part, int]] = []
+        parts: list[tuple[FilePart, int]] = []
         start = rows = before = room = 0
         for number, group in enumerate(groups):
             rows, room = rows + group.num_rows, room + group.total_byte_size
             if room >= size or number + 1 == len(groups):
-                parts.append((Part(start, number + 1, before), room))
+                parts.append((FilePart(start, number + 1, before), room))
                 start, before, room = number + 1, rows, 0
         return parts
 
-    def records_of(self, part: Part, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+    def records_of(self, part: FilePart, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
         return self._records(path, source, part)
 
-    def _records(self, path: Path, source: Source, part: Part | None) -> Generator[tuple[str, Mapping[str, object]]]:
+    def _records(
+        self, path: Path, source: Source, part: FilePart | None
+    ) -> Generator[tuple[str, Mapping[str, object]]]:
         where, row = source.at(path), part.rows_before if part else 0
         with _readable(where), _open(path, where) as file:
             groups = range(part.start, part.stop) if part else range(file.num_row_groups)
