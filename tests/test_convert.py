@@ -491,7 +491,7 @@ def test_schedules(tmp_path: Path, subtests: pytest.Subtests) -> None:
         "lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {num_decay_steps: 2}",
     ]:  # fmt: skip
         with subtests.test(more):
-            assert "has other rates: docs/explain/learning_rate.md" in refusal(tmp_path, base + more)
+            assert "has other rates: fivefold docs explain/learning_rate" in refusal(tmp_path, base + more)
 
 
 def test_a_converted_run_has_the_rates_of_transformers(tmp_path: Path, subtests: pytest.Subtests) -> None:

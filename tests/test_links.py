@@ -1,8 +1,10 @@
 """Every relative link and anchor of README.md, CONTRIBUTING.md, SECURITY.md, CHANGELOG.md and docs/ resolves, and every
 page is in the navigation of the site. `make docs` asks the same of the built site, whose anchors mkdocs makes."""
 
+import ast
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -80,7 +82,28 @@ def test_no_path_of_an_earlier_place_is_left() -> None:
     assert left == {}
 
 
-def test_pages_that_messages_name_are_there() -> None:
+def test_pages_that_messages_name_are_there_and_installed() -> None:
+    """A message names a page as `fivefold docs howto/data`: an installation has no folder `docs/`."""
+    for file in (ROOT / "src").rglob("*"):
+        if file.suffix in (".py", ".yaml"):
+            text = file.read_text(encoding="utf-8")
+            named = re.findall(r"\bfivefold docs ([a-z]+/\w+)", text)
+            assert [page for page in named if not (ROOT / f"docs/{page}.md").exists()] == [], file
+            texts = _texts(text) if file.suffix == ".py" else [text]
+            assert [each for each in texts if re.search(r"\bdocs/[a-z]+/\w+\.md", each)] == [], file
+
+
+def _texts(code: str) -> Iterator[str]:
+    """Strings of code, without docstrings."""
+    nodes = [*ast.walk(ast.parse(code))]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {ast.get_docstring(node, clean=False) for node in nodes if isinstance(node, documented)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in docstrings:
+            yield node.value
+
+
+def test_pages_that_code_names_are_there() -> None:
     for folder in ("src", "benchmarks"):
         for file in (ROOT / folder).rglob("*"):
             if file.suffix in (".py", ".yaml", ".toml"):

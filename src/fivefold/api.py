@@ -99,7 +99,7 @@ def _named(part: "str | type[Part]") -> str:
         file, name = "", getattr(part, "__qualname__", repr(part))
     if not (file.endswith(".py") and name.isidentifier()):
         what = f"parts has {name}, which is no class at the top of a file"
-        raise UserError(what, fix="write it to a file: parts=['my_parts.py:Mine']", more="docs/howto/parts.md")
+        raise UserError(what, fix="write it to a file: parts=['my_parts.py:Mine']", more="fivefold docs howto/parts")
     return f"{Path(file).resolve()}:{name}"
 
 

@@ -282,7 +282,10 @@ def test_shards_of_mosaicml_are_refused_and_converted_elsewhere(tmp_path: Path, 
         with subtests.test(path.name):
             error = refusal(tmp_path, path)
             assert error.what == f"data.train: {shard}: shards of MosaicML's streaming (MDS) are not read"
-            assert "to Parquet" in str(error.fix) and error.more == "docs/howto/data.md, 'Convert Arrow files and MDS'"
+            assert (
+                "to Parquet" in str(error.fix)
+                and error.more == "fivefold docs howto/data, 'Convert Arrow files and MDS'"
+            )
     named = refusal(tmp_path, [{"path": str(folder), "format": "mds"}])
     assert named.what.startswith("data.train.format: mds: shards of MosaicML's streaming (MDS)")
     tokens = tmp_path / "train.jsonl"

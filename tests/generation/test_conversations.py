@@ -98,7 +98,7 @@ def test_a_conversation_over_workers(folder: Path, plain: Plain, ended: str) -> 
     done = subprocess.run(command(folder, "tp2"), input=said.encode(), capture_output=True, timeout=200, check=False)
     not_used = "do_sample True, temperature 0.6, top_p 0.9"
     said_beside = "tokenizer: it has no chat template: conversations are written in the built-in ChatML\n"
-    said_beside += f"not used of the model's generation_config.json: {not_used} (docs/howto/generate.md)\n"
+    said_beside += f"not used of the model's generation_config.json: {not_used} (fivefold docs howto/generate)\n"
     assert (done.returncode, done.stderr.decode()) == (0, said_beside)
     assert done.stdout.decode("utf-8", "replace") == expected_answers(plain)
 

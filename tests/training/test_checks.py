@@ -350,7 +350,7 @@ def test_an_error_says_what_where_and_what_to_do() -> None:
         "standing check at step 300: w0 is not finite on rank 0",
         "what was trained after step 200 is wrong: remove its checkpoints, and prove the layout with fivefold verify",
         "also: w1 is not finite on rank 0; w2 is not finite on rank 0; w3 is not finite on rank 0; 2 more; "
-        "see docs/explain/checkpoints.md, Standing checks",
+        "see fivefold docs explain/checkpoints, Standing checks",
     ]
     assert caught.value.exit_code == 1 and not isinstance(caught.value, Suspected)
 

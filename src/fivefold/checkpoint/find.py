@@ -227,7 +227,7 @@ class Remote:
             raise UserError(
                 f"checkpoint.remote: {self.url} cannot be reached: {error}",
                 fix="S3: pip install 'fivefold[s3]'; for other storage, the fsspec package that error names",
-                more="docs/howto/checkpoints.md",
+                more="fivefold docs howto/checkpoints",
             ) from error
         return storage, str(root).rstrip("/")
 

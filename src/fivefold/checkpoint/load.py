@@ -240,7 +240,7 @@ def _own_kinds(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
         raise UserError(
             f"{checkpoint.path} and this model are not of the same replicas that train apart between outer steps",
             fix="keep outer.every and layout.dp_replicate, or load the model alone",
-            more="docs/explain/outer.md",
+            more="fivefold docs explain/outer",
         )
     return kinds
 

@@ -30,7 +30,7 @@ from fivefold.launch.world import find_world
 
 RECORD = "compare.yaml"  # in the folder of a comparison: its configurations
 SCREEN = "screen.log"  # in the logs of a run: its terminal output
-MORE = "docs/howto/compare.md"
+MORE = "fivefold docs howto/compare"
 Publish = Callable[[CompareReport], object]
 
 

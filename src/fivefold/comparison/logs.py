@@ -21,7 +21,7 @@ from fivefold.core.json_lines import needed
 from fivefold.core.run_folder import is_run
 from fivefold.core.units import parse_length
 
-MORE = "docs/howto/compare.md says what is read of a log"
+MORE = "fivefold docs howto/compare says what is read of a log"
 # Quantity -> names of its column; the first that exists counts. Tokens are input tokens seen since the first step.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "step": ("step", "iteration", "global_step", "_step"),

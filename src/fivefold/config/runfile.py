@@ -78,7 +78,7 @@ class RunFile:
         if file.tree is None:
             raise UserError(
                 f"{file.name} is empty",
-                fix="leave it out to run the demo, or name a model and a text, as docs/howto/run_file.md does",
+                fix="leave it out to run the demo, or name a model and a text, as fivefold docs howto/run_file does",
                 more=READ_MORE,
             )
         if not isinstance(file.tree, dict):
@@ -245,7 +245,7 @@ class RunFile:
             layout = Layout.parse(text)
         except UserError as error:
             raise UserError(
-                f"{place} {error.what}", fix=error.fix, more=error.more or "docs/explain/layouts.md"
+                f"{place} {error.what}", fix=error.fix, more=error.more or "fivefold docs explain/layouts"
             ) from None
         section: dict[str, Any] = {}
         for name, key in KEYS.items():

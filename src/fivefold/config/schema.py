@@ -309,7 +309,7 @@ class TrainSection(Section):
     parts: Names = Field(
         default=(),
         description="parts of the user's own, FILE.py:NAME: classes that derive fivefold.Part, called at moments of a "
-        "step; see docs/howto/parts.md",
+        "step; see fivefold docs howto/parts",
     )
 
     leave_out: bool = Field(
@@ -796,7 +796,7 @@ class RunConfig(Section):
             raise UserError(
                 "layout: auto is chosen when training starts",
                 fix="name a layout such as shard2.tp2; fivefold plan and fivefold train choose one",
-                more="docs/howto/plan.md",
+                more="fivefold docs howto/plan",
             )
         return self.written_layout
 
@@ -945,14 +945,14 @@ def check_supported(config: RunConfig) -> None:
             f"objective.name {config.objective.name} with balance.capacity_factor: the reference drops no tokens, and "
             "a step would",
             fix="leave balance.capacity_factor out",
-            more="docs/howto/preferences.md",
+            more="fivefold docs howto/preferences",
         )
     if config.objective.has_answers and config.train.neftune_noise_alpha is not None:
         raise UserError(
             f"objective.name {config.objective.name} with train.neftune_noise_alpha: it compares passes of the model, "
             "which draw no noise",
             fix="leave train.neftune_noise_alpha out",
-            more="docs/explain/dropout.md",
+            more="fivefold docs explain/dropout",
         )
     if config.model.init == "pretrained" and shape_folder(config.model.name_or_path):
         raise UserError(
@@ -968,7 +968,7 @@ def check_named(config: RunConfig) -> None:
         raise UserError(
             "data.train is not set: no text to train on is named",
             fix='name your own: data: {train: "texts/*.jsonl"} in the run file, or data.train=notes.txt behind it',
-            more="docs/howto/data.md, 'Name the sources'",
+            more="fivefold docs howto/data, 'Name the sources'",
         )
 
 
@@ -1000,13 +1000,13 @@ def check_streaming(config: RunConfig) -> None:
             raise UserError(
                 f"data.streaming with {what}: {why}",
                 fix=f"{fix}, or set data.streaming: false",
-                more="docs/howto/data.md, 'Tokenise while training'",
+                more="fivefold docs howto/data, 'Tokenise while training'",
             )
 
 
 def _check_outer(config: RunConfig) -> None:
     """Raise `UserError` for outer steps with what needs replicas that are the same at every step."""
-    every, more = config.outer.every, "docs/explain/outer.md"
+    every, more = config.outer.every, "fivefold docs explain/outer"
     if not every:
         if config.outer != OuterSection():
             raise UserError(
@@ -1059,7 +1059,7 @@ def check_best(config: RunConfig, *, has_validation: bool = True) -> None:
             "eval.metric: eval/rewards/margins",
         )
     if what:
-        raise UserError(f"{asked} is set, but {what}", fix=fix, more="docs/howto/best.md")
+        raise UserError(f"{asked} is set, but {what}", fix=fix, more="fivefold docs howto/best")
 
 
 _PAGES = {"objective.path": "losses", "optimizer.path": "optimizers", "train.parts": "parts"}

@@ -86,6 +86,6 @@ def _schema(tree: Mapping[str, Any], trainer: str, file: str) -> Schema:
         raise UserError(
             f"{file}: beta is a key of several objectives, and no other key says which it is",
             fix="loss_type: [sigmoid] is DPO, and loss_type: kto KTO; GRPO, ORPO and the others are not converted",
-            more="docs/howto/convert.md",
+            more="fivefold docs howto/convert",
         )
     return schema("trl", "sft")

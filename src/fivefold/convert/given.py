@@ -149,7 +149,7 @@ class Given:
             raise UserError(
                 f"{self.found.file} asks for what a run file does not do: {said}",
                 fix="change these keys of it, or take them out",
-                more="docs/howto/convert.md",
+                more="fivefold docs howto/convert",
             )
 
     def _finish(self, key: str, value: Any) -> None:

@@ -211,7 +211,7 @@ def _packing(given: Given) -> Keys:
 def optimizer(given: Given) -> Keys:
     name = str(given("optim") or "adamw_torch")
     for key, value in _OPTIMIZERS.get(name, {}).items():
-        yield key, value, "blocks and codes are fivefold's: docs/explain/memory.md" if value == "8bit" else ""
+        yield key, value, "blocks and codes are fivefold's: fivefold docs explain/memory" if value == "8bit" else ""
     if name not in _OPTIMIZERS:
         given.refuse("optim", f"{name} is not converted, but adamw_torch and its forms of 8 bits")
     if given("learning_rate") is None:
@@ -239,7 +239,7 @@ def schedule(given: Given) -> Keys:
     shape = _shape(given, name)
     if shape is None:
         given.refuse(
-            "lr_scheduler_type", f"{name} with what is said of it has other rates: docs/explain/learning_rate.md"
+            "lr_scheduler_type", f"{name} with what is said of it has other rates: fivefold docs explain/learning_rate"
         )
         return
     yield "scheduler.name", shape[0]

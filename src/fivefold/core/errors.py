@@ -72,7 +72,7 @@ class Violation:
     what: str
     fix: str
     legal: tuple[int, ...] = ()
-    more: str = "docs/explain/layouts.md"
+    more: str = "fivefold docs explain/layouts"
 
     @property
     def error(self) -> UserError:

@@ -14,7 +14,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # names of the number o
 MOST_LAYERS = 10_000  # building the modules of more takes minutes; the deepest models have a few hundred
 MOST_HEAD_DIM = 2**16  # sizes a table of rotary angles; the widest heads have a few hundred
 MOST_NUMBER = 2**53
-_MORE = "docs/explain/models.md"
+_MORE = "fivefold docs explain/models"
 # Keys of heads other than the language model's.
 _NO_DROPOUT = ("classifier_", "summary_")
 _NOT_BUILT = "layer_?drop|drop_?path"  # the other keys of `noise` are those of dropout and jitter
@@ -61,7 +61,7 @@ def check_not_gguf(path: Path, *, is_alone: bool = False) -> None:
         raise UserError(
             f"{path} holds quantised weights as GGUF{name}, the file of llama.cpp, which is not read here",
             fix="write a Hugging Face folder of it by transformers, once",
-            more="docs/start/first_fine_tune.md",
+            more="fivefold docs start/first_fine_tune",
         )
 
 
@@ -118,7 +118,7 @@ def refuse_noise(values: Mapping[str, Any], name: str) -> None:
             f"{name} has {', '.join(f'{key} {value}' for key, value in keys.items())}, which is not built: a layout "
             "would draw other numbers than one process",
             fix=f"set {', '.join(f'model.overrides.{key}: 0' for key in keys)}",
-            more="docs/explain/dropout.md",
+            more="fivefold docs explain/dropout",
         )
 
 

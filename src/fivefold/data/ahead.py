@@ -23,7 +23,7 @@ from fivefold.data.prepare import PreparedData, inputs, prepare
 from fivefold.data.store import Say, check_settings, content_key, store_folder
 from fivefold.data.units import TextUnits, shares
 
-_MORE = "docs/howto/data.md, 'Prepare ahead'"
+_MORE = "fivefold docs howto/data, 'Prepare ahead'"
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def check_is_data(path: Path, where: str) -> None:
         raise UserError(
             f"{where}: a GGUF file, which holds the weights of a model and no text",
             fix="name texts here, and the model by model.name_or_path, as a Hugging Face folder",
-            more="docs/start/first_fine_tune.md",
+            more="fivefold docs start/first_fine_tune",
         )
 
 

@@ -118,7 +118,7 @@ class Example:
         try:
             text, answers = template.answers(self.turns, **given)
         except UserError as error:
-            raise UserError(f"{self.where}: {error.what}", fix=error.fix, more="docs/howto/data.md") from error
+            raise UserError(f"{self.where}: {error.what}", fix=error.fix, more="fivefold docs howto/data") from error
         trained = [number for number in sorted(answers) if number >= self.context]
         trained = [number for number in trained if self.turns[number].get("weight", 1) != 0]
         trained = trained[-1:] if self.train_on == "last" else trained
@@ -134,7 +134,7 @@ class Example:
         return UserError(
             f"{self.where}: {what} is empty, and would be learnt as an end without an answer",
             fix=f"write the answer, or leave the record out{or_untrained}",
-            more="docs/howto/data.md",
+            more="fivefold docs howto/data",
         )
 
 

@@ -136,28 +136,28 @@ def _check_objective(config: RunConfig, stores: Sequence[tuple[FileList, TokenSt
                 f"{files.source.label}: {files.name} holds preference records, and objective.name is {name}",
                 fix="set objective.name: dpo; or train on the chosen answers alone: format: chat and columns: "
                 "{messages: chosen}, or columns: {prompt: prompt, completion: chosen} where they are texts",
-                more="docs/howto/preferences.md",
+                more="fivefold docs howto/preferences",
             )
         if store.meta.numbers != config.objective.columns:
             raise UserError(
                 f"{files.source.label}: the token store {files.name} has the numbers {list(store.meta.numbers)}, and "
                 f"objective.columns is {list(config.objective.columns)}",
                 fix="name the records that it was made from",
-                more="docs/howto/losses.md",
+                more="fivefold docs howto/losses",
             )
         if store.meta.rated != config.objective.is_rated and store.meta.pairs:  # an older store
             raise UserError(
                 f"{files.source.label}: {files.name} holds {'rated answers' if store.meta.rated else 'pairs'}, and "
                 f"objective.name is {name}",
                 fix=f"set objective.name: {'kto' if store.meta.rated else 'dpo'}, or name the records themselves",
-                more="docs/howto/preferences.md",
+                more="fivefold docs howto/preferences",
             )
         if not store.meta.pairs and has_answers:
             raise UserError(
                 f"{files.source.label}: {files.name} holds no preference records, and objective.name is {name}",
                 fix=f"name the two answers, {files.source.label}.columns: {{chosen: KEY, rejected: KEY}}; or set "
                 "objective.name: sft",
-                more="docs/howto/preferences.md",
+                more="fivefold docs howto/preferences",
             )
 
 

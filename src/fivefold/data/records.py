@@ -29,7 +29,7 @@ _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters
 _REQUEST = {"messages", "tools", "parallel_tool_calls"}  # keys in an `input` of OpenAI's preference form
 MOST_FORMS = 256  # most sets of keys per source whose meaning is cached
-_MORE = "docs/howto/data.md, 'Conversations and instructions'"
+_MORE = "fivefold docs howto/data, 'Conversations and instructions'"
 _YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 # Part of an example -> its column names in published data sets, in lower case, by priority.
@@ -414,7 +414,7 @@ def rated_of(
             f"{where}: {said}; the keys are {_listed(record)}",
             fix=f"name a prompt, an answer and whether it is desirable, {source.label}.columns: {{prompt: KEY, "
             "completion: KEY, label: KEY}",
-            more="docs/howto/preferences.md",
+            more="fivefold docs howto/preferences",
         )
     if found.turns and not (parts.answers and isinstance(record[parts.answers[0]], list)):
         found = replace(found, context=len(found.turns) - 1)
@@ -450,7 +450,7 @@ def _numbered(document: Document, record: Mapping[str, object], source: Source, 
             raise UserError(
                 f"{where}: {said}, and objective.columns names it as a number",
                 fix=f"write a number there, or leave {key} out of objective.columns",
-                more="docs/howto/losses.md",
+                more="fivefold docs howto/losses",
             )
     numbers = tuple(float(value) for value in values if isinstance(value, int | float))
     if isinstance(document, Example | TokenIds):
@@ -482,7 +482,7 @@ def check_columns(files: FileList) -> None:
         raise UserError(
             f"objective.columns names numbers of records, and {source.label}: {plain[0]} has none",
             fix="name records: jsonl, csv or parquet; or leave objective.columns out",
-            more="docs/howto/losses.md",
+            more="fivefold docs howto/losses",
         )
 
 

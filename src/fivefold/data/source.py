@@ -305,7 +305,9 @@ def _pick(
 def _to_convert(what: str, kind: str) -> UserError:
     """The error for files of a `kind` of `_CONVERTED`."""
     _, name, fix = _CONVERTED[kind]
-    return UserError(f"{what}: {name} are not read", fix=fix, more="docs/howto/data.md, 'Convert Arrow files and MDS'")
+    return UserError(
+        f"{what}: {name} are not read", fix=fix, more="fivefold docs howto/data, 'Convert Arrow files and MDS'"
+    )
 
 
 def _unknown(source: Source, path: Path, formats: Sequence[Format]) -> UserError:

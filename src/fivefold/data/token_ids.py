@@ -140,7 +140,7 @@ Bools = NDArray[np.bool_]
 
 # ---- rows that another engine packed ---------------------------------------------------------------------------------
 
-_MORE = "docs/howto/data.md, 'Read tokens that another engine made'"
+_MORE = "fivefold docs howto/data, 'Read tokens that another engine made'"
 _MASK, _POSITIONS, _NUMBERED, _LENGTHS, _EDGES, _STARTS = "mask", "positions", "numbers", "lengths", "edges", "starts"
 # Column -> how it bounds documents. `attention_mask` does so where it has numbers above 1.
 BOUNDS: Mapping[str, str] = {

@@ -114,7 +114,7 @@ class TextUnits:
         raise UserError(
             f"{self.files.source.label}: {what} since {by} began with this source",
             fix=f"put it back as it was; or begin again, with {anew}: rm -r {self.folder}",
-            more=f"docs/howto/data.md, '{section}'",
+            more=f"fivefold docs howto/data, '{section}'",
         )
 
     def _check_unit(self, number: int) -> None:

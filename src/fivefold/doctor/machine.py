@@ -182,7 +182,9 @@ def _gpu_kernels() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         name, of = f"attention on gpu {index}", "soft-capped scores, and windows between ranks,"
         if why := gpu_attention.lacks(torch.device("cuda", index), torch.bfloat16, 128, is_capped=True):
-            yield Finding(name, "help", f"{of} block by block: {why}", "such models train slower (docs/explain/gpu.md)")
+            yield Finding(
+                name, "help", f"{of} block by block: {why}", "such models train slower (fivefold docs explain/gpu)"
+            )
         else:
             yield Finding(name, "ok", f"{of} by FlexAttention, which was tried")
 

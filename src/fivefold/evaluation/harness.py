@@ -102,7 +102,7 @@ def _tasks(names: Sequence[str]) -> list[Any]:
         own = sorted({task for file in folder.rglob("*.yaml") if (task := _task_of(file))})
         if not own:
             raise UserError(
-                f"--tasks {name}: no .yaml in it names a task", fix="task: NAME", more="docs/howto/evaluate.md"
+                f"--tasks {name}: no .yaml in it names a task", fix="task: NAME", more="fivefold docs howto/evaluate"
             )
         with chdir(folder):
             manager = TaskManager(include_path=".", include_defaults=False)
@@ -120,7 +120,7 @@ def _task_of(file: Path) -> str | None:
     try:
         tree = yaml.load(file.read_text(encoding="utf-8"), Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{file}: not a task: {first_line(error)}", fix="see docs/howto/evaluate.md") from error
+        raise UserError(f"{file}: not a task: {first_line(error)}", fix="see fivefold docs howto/evaluate") from error
     name = tree.get("task") if isinstance(tree, dict) else None
     return name if isinstance(name, str) else None
 

@@ -156,7 +156,7 @@ def _locate(
         raise UserError(
             f"{path} is a PEFT adapter, without the model that it is beside",
             fix=f"name the run, or the folder of fivefold export RUN {path}-merged --merge",
-            more="docs/howto/adapters.md",
+            more="fivefold docs howto/adapters",
         )
     folder = weights_folder(name, reads_adapter=True)
     return folder, folder, lambda model: open_weights(folder, model)

@@ -30,7 +30,7 @@ from fivefold.launch.world import World
 from fivefold.parallel.alike import check_alike
 from fivefold.parallel.plain import of_first
 
-_MORE = "docs/howto/generate.md"
+_MORE = "fivefold docs howto/generate"
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def say_not_used(opened: OpenModel, request: GenerateRequest) -> None:
     found = not_used(opened.model.generation_config, Sampling(**request.drawing), request.max_new_tokens)
     if found:
         said = listed([f"{key} {value}" for key, value in sorted(found.items())], 12)
-        say_aloud(f"not used of the model's generation_config.json: {said} (docs/howto/generate.md)")
+        say_aloud(f"not used of the model's generation_config.json: {said} (fivefold docs howto/generate)")
 
 
 def to_screen(text: str) -> None:

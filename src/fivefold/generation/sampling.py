@@ -117,7 +117,7 @@ def check_values(model: Any, folder: Path) -> None:
         raise UserError(
             f"{folder / 'generation_config.json'} has a value that transformers does not take: {first_line(error)}",
             fix="copy the file from its origin again, or take the key out",
-            more="docs/howto/generate.md",
+            more="fivefold docs howto/generate",
         ) from error
 
 

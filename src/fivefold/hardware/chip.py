@@ -270,7 +270,7 @@ def chip_of_device(device: str, *, fix: str) -> Chip:
     the user can do then."""
     found = _found(device)
     if not isinstance(found, str):
-        raise UserError(f"the planner does not know {device}", fix=fix, more="docs/howto/plan.md")
+        raise UserError(f"the planner does not know {device}", fix=fix, more="fivefold docs howto/plan")
     return chip_of_table(found, _read_chip(found))
 
 

@@ -67,7 +67,7 @@ class Job:
             raise UserError(
                 f"--to {engine} needs an image that has fivefold in it, and none is published",
                 fix="build one from the Dockerfile of fivefold, push it, and name it: --image REGISTRY/fivefold:TAG",
-                more="docs/start/cluster.md",
+                more="fivefold docs start/cluster",
             )
 
     def check_travels(self, engine: str, *, left: str = "", shares_disks: bool = False) -> None:
@@ -88,7 +88,7 @@ class Job:
                     fix="cd to the folder of the run file, and name it from there"
                     if name == run
                     else "copy it below the current folder, and name it from there",
-                    more="docs/start/cluster.md#what-all-machines-need",
+                    more="fivefold docs start/cluster",
                 )
 
     @property

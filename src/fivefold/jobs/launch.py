@@ -16,7 +16,7 @@ from fivefold.core.files import expanded, put, writing
 from fivefold.jobs.engines import engine
 from fivefold.jobs.job import Engine, Job
 
-MORE = "docs/start/cluster.md"
+MORE = "fivefold docs start/cluster"
 _MINUTES = {"m": 1, "h": 60, "d": 24 * 60}
 
 
@@ -42,7 +42,7 @@ def job_of(request: JobRequest) -> Job:
     if config.train.nodes is not None:
         raise UserError(
             f"train.nodes is {config.train.nodes}: each node then starts its own ranks, and a job starts them itself",
-            fix=f"train.nodes=null, with --nodes {request.nodes}; nodes that come and go: docs/howto/elastic.md",
+            fix=f"train.nodes=null, with --nodes {request.nodes}; nodes that come and go: fivefold docs howto/elastic",
             more=MORE,
         )
     on_cpu = config.train.device == "cpu"

@@ -27,7 +27,7 @@ def check(job: Job, engine: str) -> None:
             raise UserError(
                 f"{key} names code beside the run file, {path}, and a pod has the run file alone",
                 fix=f"put the code on the volume, and write its whole path there: {FOLDER}/my_loss.py:loss",
-                more="docs/start/kubernetes.md",
+                more="fivefold docs start/kubernetes",
             )
     lost = {"run.dir": job.runs} | {key: path for key, path in job.files.items() if glob(path)}
     for key, path in lost.items():
@@ -37,7 +37,7 @@ def check(job: Job, engine: str) -> None:
                 fix=f"copy it to the volume, and name it from there: a relative path begins at {FOLDER}"
                 if key != "run.dir"
                 else "run.dir=runs, which is on the volume",
-                more="docs/start/kubernetes.md#2-a-volume",
+                more="fivefold docs start/kubernetes",
             )
 
 

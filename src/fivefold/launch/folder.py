@@ -80,7 +80,7 @@ def check_shared(folder: Path, holder: str, patience: float = _PATIENCE) -> None
             raise UserError(
                 f"{folder} of {socket.gethostname()} is not the folder that rank 0 has opened: it is on another disk",
                 fix="set run.dir to a folder that all nodes see",
-                more="docs/start/cluster.md#what-all-machines-need",
+                more="fivefold docs start/cluster",
             )
         time.sleep(0.5)
 

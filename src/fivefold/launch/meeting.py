@@ -67,7 +67,7 @@ class _Wait:
                 f"{what() or 'not all ranks have come'} ({self._timeout:g} s: launch.timeout)",
                 fix="start the ranks that are missing; or unset RANK and WORLD_SIZE, which another job may have left, "
                 "to let fivefold start its workers",
-                more="docs/explain/machine.md",
+                more="fivefold docs explain/machine",
             )
         if waited >= self._next:
             self._next += EVERY

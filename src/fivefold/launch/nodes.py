@@ -60,7 +60,7 @@ LOOK = 0.2  # seconds between two looks at who is there
 _WORD = HEARTBEAT * MISSED  # seconds that torch waits for a word of the first node, without a look at whether it lives
 _PAUSE = 0.05  # seconds between two looks at what the others have said
 _OWN = 0o600
-_PAGE = "docs/howto/elastic.md"
+_PAGE = "fivefold docs howto/elastic"
 _SIOCGIFADDR = 0x8915
 
 

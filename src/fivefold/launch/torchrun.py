@@ -79,7 +79,7 @@ def _unreadable(what: str) -> UserError:
     return UserError(
         f"SM_RESOURCE_CONFIG, SM_HOSTS and SM_CURRENT_HOST, or {RESOURCES}, {what}",
         fix="unset the first three outside of a SageMaker training job, or start the workers with torchrun",
-        more="docs/start/sagemaker.md",
+        more="fivefold docs start/sagemaker",
     )
 
 

@@ -57,7 +57,7 @@ def worker_count(
         raise UserError(
             f"{layout.product} needs {workers} GPUs, but this machine has {devices}",
             fix=f"choose a layout of {devices}, or {on_cpu}",
-            more="docs/explain/layouts.md",
+            more="fivefold docs explain/layouts",
         )
     return workers
 

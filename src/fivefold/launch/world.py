@@ -107,7 +107,7 @@ def is_started_by_node(world: World | None, env: Mapping[str, str] = os.environ)
         raise UserError(
             f"train.nodes is set, and srun has started {world.local_size} tasks on a node",
             fix="srun --ntasks-per-node 1, for fivefold to start the ranks; or leave train.nodes out",
-            more="docs/howto/elastic.md",
+            more="fivefold docs howto/elastic",
         )
     return True
 
@@ -320,7 +320,7 @@ def _open_group(world: World, timeout: float, store: Any) -> None:
         raise OthersGone(
             f"rank {world.rank} could not connect to the other ranks, which had all come: {first_line(error)}",
             fix="look at what they have said: one may have ended; or let the network between their machines pass",
-            more="docs/explain/machine.md",
+            more="fivefold docs explain/machine",
         ) from error
     if is_met:
         store.set_timeout(TIMEOUT)

@@ -225,7 +225,7 @@ def weights_folder(
             f"{folder} holds an adapter ({ADAPTER}) beside the model's weights: transformers (with peft) loads both",
             fix="merge it (PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(...)); or move its files "
             "to a folder of their own, which adapter.path may name",
-            more="docs/howto/adapters.md",
+            more="fivefold docs howto/adapters",
         )
     return folder
 

@@ -55,7 +55,9 @@ def choose(asked: str, device: torch.device) -> str:
     why = _no_fa3(device)
     if asked == "fa3" and why:
         raise UserError(
-            f"train.attention: fa3 cannot be used: {why}", fix="train.attention: auto", more="docs/explain/machine.md"
+            f"train.attention: fa3 cannot be used: {why}",
+            fix="train.attention: auto",
+            more="fivefold docs explain/machine",
         )
     if device.type != "cuda":
         cpu_attention.use(asked != "fa2")
@@ -66,7 +68,7 @@ def choose(asked: str, device: torch.device) -> str:
     except (ImportError, RuntimeError) as error:  # a package that was built for another torch
         raise UserError(
             f"FlashAttention 3 is installed and cannot be loaded: {first_line(error)}",
-            fix="train.attention: fa2, or install it again for this torch", more="docs/explain/machine.md",
+            fix="train.attention: fa2, or install it again for this torch", more="fivefold docs explain/machine",
         ) from error  # fmt: skip
     return which
 

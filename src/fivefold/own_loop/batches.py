@@ -32,7 +32,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
-READ_MORE = "docs/howto/python.md"
+READ_MORE = "fivefold docs howto/python"
 
 
 def refusal(what: str, fix: str | None = None) -> UserError:

@@ -45,7 +45,7 @@ from fivefold.training.inputs import check_loss
 from fivefold.training.model import own_coefficient
 from fivefold.training.step import accumulate
 
-READ_MORE = "docs/howto/python.md"
+READ_MORE = "fivefold docs howto/python"
 Precision = Literal["fp32", "bf16", "fp64"]
 
 

@@ -24,7 +24,7 @@ from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.state import state_of
 from fivefold.torch_internals import is_in_backward
 
-READ_MORE = "docs/howto/python.md"
+READ_MORE = "fivefold docs howto/python"
 
 
 def install(model: Any) -> None:

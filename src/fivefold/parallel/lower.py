@@ -56,7 +56,10 @@ def _of_states(plan: ParallelPlan) -> Iterator[Violation]:
         if any(edge % block for part in spec.held for bounds in part[last] for edge in bounds):
             what = f"8bit states of {name} have blocks of {block} in a row of {spec.shape[-1]}, and tp {plan.layout.tp}"
             yield Violation(
-                "tp", f"{what} cuts one", "use less tp, or optimizer.state_dtype: bf16", more="docs/explain/memory.md"
+                "tp",
+                f"{what} cuts one",
+                "use less tp, or optimizer.state_dtype: bf16",
+                more="fivefold docs explain/memory",
             )
 
 

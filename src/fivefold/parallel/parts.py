@@ -19,7 +19,7 @@ from fivefold.core.errors import UserError, first_line
 from fivefold.parallel.elementwise import keeps_places
 from fivefold.torch_internals import Dispatch, without_torch_function
 
-READ_MORE = "docs/howto/python.md"
+READ_MORE = "fivefold docs howto/python"
 _HOST = ("tolist", "numpy", "__array__")  # they read numbers without an operator
 
 

@@ -61,7 +61,7 @@ def check(model: Any, layout: Layout, device: torch.device, parallelize: Paralle
             f"tensor parallel of {name} is refused: split over {layout.tp} ranks it does not compute what it does "
             f"whole; {wrong[0]} differs by {worst[wrong[0]]:.1e}",
             fix="use dp_shard instead (FSDP needs no roles)",
-            more="docs/explain/models.md",
+            more="fivefold docs explain/models",
         )
 
 

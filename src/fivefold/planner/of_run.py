@@ -79,7 +79,7 @@ def _given(config: RunConfig) -> dict[str, Any]:
             raise UserError(
                 f"layout: auto does not go with {key.place} {value}",
                 fix=f"leave {key.place} out, or write the whole layout",
-                more="docs/howto/plan.md",
+                more="fivefold docs howto/plan",
             )
     return {name: value for name, value in given.items() if name in OPEN}
 

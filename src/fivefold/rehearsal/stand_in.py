@@ -104,7 +104,7 @@ def library() -> Path:
     """
     if lacks := lacking():
         raise UserError(
-            f"no stand-in for the CUDA driver: {lacks[0].what}", fix=lacks[0].fix, more="docs/howto/rehearse.md"
+            f"no stand-in for the CUDA driver: {lacks[0].what}", fix=lacks[0].fix, more="fivefold docs howto/rehearse"
         )
     torch = Torch.installed()
     assert torch is not None

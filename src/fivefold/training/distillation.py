@@ -45,7 +45,7 @@ from fivefold.training.inputs import evaluating, to_device
 
 _VERSION = 2  # raise when the numbers change
 _TOKENS, _LOG_PROBS, _LOCK = "tokens.npy", "log_probs.npy", "lock"
-_MORE = "docs/howto/distillation.md"
+_MORE = "fivefold docs howto/distillation"
 
 
 @dataclass(frozen=True, eq=False)

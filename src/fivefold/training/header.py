@@ -107,7 +107,7 @@ def lines(run: LiveRun, about: Mapping[str, Any], *, attention: str) -> list[Lin
     ]
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
         rows.append(("", "this device has no bf16 instructions: precision.compute=fp32 is up to 100 x faster here"))
-    alone = [f"{line}: docs/howto/data.md says how to train on both" for line in run.data.counts.answers_alone]
+    alone = [f"{line}: fivefold docs howto/data says how to train on both" for line in run.data.counts.answers_alone]
     too_long = schedule.warning(config, run.total_steps)
     rows += [("WARNING", line) for line in (*alone, too_long, threads_warning(world)) if line]
     rows += [("DAMAGED", damage) for damage in run.resumed.damages]

@@ -62,7 +62,7 @@ def run(
         raise UserError(
             f"SageMaker has started {len(hosts.names)} hosts, and this process is on {hosts.here} alone",
             fix="start fivefold train on each of them, or start this with torchrun",
-            more="docs/start/sagemaker.md",
+            more="fivefold docs start/sagemaker",
         )
     with one_voice(world):
         config = load_config(path, overrides)
@@ -139,7 +139,7 @@ def _workers(config: RunConfig, nproc: int | None) -> int:
         raise UserError(
             "train.attention: fa3 is for GPUs, and this run is on cpu",
             fix="train.attention: auto",
-            more="docs/explain/machine.md",
+            more="fivefold docs explain/machine",
         )
     return worker_count(layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
 

@@ -54,7 +54,7 @@ def check(config: RunConfig) -> None:
         raise UserError(
             f"train.nodes is {config.train.nodes}, and the layout {config.written_layout} is for one number of nodes",
             fix="set layout.dp_shard: -1 or layout.dp_replicate: -1, or layout: auto",
-            more="docs/howto/elastic.md",
+            more="fivefold docs howto/elastic",
         )
 
 

@@ -296,7 +296,7 @@ def measured_tflops(hardware: str, precision: str, workers: int) -> float | None
 
 # ---- parts of the user's own -----------------------------------------------------------------------------------------
 
-_MORE = "docs/howto/parts.md"
+_MORE = "fivefold docs howto/parts"
 _MOMENTS = [name for name, value in vars(Part).items() if callable(value)]
 
 

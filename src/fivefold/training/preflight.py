@@ -56,7 +56,7 @@ def check_memory(facts: ModelFacts, config: RunConfig, layout: Layout, world: Wo
         raise UserError(
             f"this run does not fit: {needs}, and {where} has {total / GIB:.2f} GiB",
             fix=needs.advice(total),
-            more="docs/explain/layouts.md",
+            more="fivefold docs explain/layouts",
         )
     if needs.state + needs.activations <= free:
         return None
@@ -139,7 +139,7 @@ def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: i
         raise UserError(
             f"a checkpoint takes {human_bytes(size)} (weights and optimizer state), and {where}",
             fix="free space, or set run.dir to a larger disk",
-            more="docs/explain/checkpoints.md",
+            more="fivefold docs explain/checkpoints",
         )
     needed = more_bytes(size, held, keep=keep, saves=saves)
     if disk.free >= needed:

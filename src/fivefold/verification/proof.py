@@ -62,7 +62,7 @@ class Proof:
             raise UserError(
                 f"outer.every {layout.outer_every}: replicas that train apart compute what no one process does",
                 fix="prove the layout without outer steps",
-                more="docs/explain/outer.md",
+                more="fivefold docs explain/outer",
             )
         model = meta_of_folder(case.folder)
         source: TensorSource = open_weights(case.folder, model)

@@ -84,7 +84,7 @@ def _chosen(
         f"one layer of each kind of this model needs {_bytes(fewer) / GIB:.1f} GiB to be proved, and "
         f"{memory / GIB:.1f} GiB are free",
         fix="cut its widths as well: --thin",
-        more="docs/howto/verify.md",
+        more="fivefold docs howto/verify",
     )
 
 

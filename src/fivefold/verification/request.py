@@ -13,7 +13,7 @@ from fivefold.verification.report import VerifyReport, report_of
 from fivefold.verification.results import LayoutResult
 
 QUICK_STEPS, STEPS = 5, 20
-MORE = "docs/howto/verify.md"
+MORE = "fivefold docs howto/verify"
 
 
 @dataclass(frozen=True, kw_only=True)

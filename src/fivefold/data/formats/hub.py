@@ -19,7 +19,7 @@ from fivefold.core.hub import is_hub_id
 from fivefold.data.records import Records, given, parts_of
 from fivefold.data.source import HUB, Source
 
-_MORE = "docs/howto/data.md; the form is hub:org/name?config=C&split=S&revision=R, what follows the name being optional"
+_MORE = "the form is hub:org/name?config=C&split=S&revision=R, all behind the name optional: fivefold docs howto/data"
 _OFFLINE = "the network may be down: try again; what was tokenised once needs none"
 _SIZE = 2**30  # bytes: the hub does not tell; the order of a medium dataset
 _OPTIONS = ("config", "split", "revision")

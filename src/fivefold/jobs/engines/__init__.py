@@ -23,7 +23,7 @@ def engine(name: str) -> Engine:
         raise UserError(
             f"--to {name} is no engine",
             fix=f"did you mean --to {near[0]}?" if near else f"--to {', '.join(names())}",
-            more="docs/start/cluster.md",
+            more="fivefold docs start/cluster",
         )
     chosen: Engine = importlib.import_module(f"{__name__}.{name}").ENGINE
     return chosen

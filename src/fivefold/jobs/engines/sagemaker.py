@@ -23,7 +23,7 @@ def text(job: Job) -> str:
         raise UserError(
             f"no instance of SageMaker has {job.devices} GPUs",
             fix=f"--devices {', '.join(some)} or {last}",
-            more="docs/start/sagemaker.md",
+            more="fivefold docs start/sagemaker",
         )
     runs = RUNS if job.nodes == 1 else f"/opt/ml/input/data/{CHANNEL}"
     workers = ["--nproc", str(job.devices)] if job.on_cpu else []

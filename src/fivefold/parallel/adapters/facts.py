@@ -136,8 +136,9 @@ def _check_blocks(targets: Iterable[Target], facts: ModelFacts, in_nf4: Collecti
         if name in in_nf4 and target.of_experts:
             raise UserError(
                 f"adapter.quantize: nf4 beside experts ({name}) is not built",
-                fix="leave adapter.target_parameters out, or adapter.quantize: none", more="docs/howto/adapters.md",
-            )  # fmt: skip
+                fix="leave adapter.target_parameters out, or adapter.quantize: none",
+                more="fivefold docs howto/adapters",
+            )
         if name not in in_nf4 or (shape == (target.outputs, target.inputs) and target.inputs % NF4_BLOCK == 0):
             continue
         why = (
@@ -146,7 +147,7 @@ def _check_blocks(targets: Iterable[Target], facts: ModelFacts, in_nf4: Collecti
         )  # fmt: skip
         raise UserError(
             f"adapter.quantize: {name} cannot rest in four bits: {why}",
-            fix="leave it out of adapter.targets, or adapter.quantize: none", more="docs/howto/adapters.md",
+            fix="leave it out of adapter.targets, or adapter.quantize: none", more="fivefold docs howto/adapters",
         )  # fmt: skip
 
 

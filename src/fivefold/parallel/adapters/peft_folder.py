@@ -191,13 +191,13 @@ def _check_config(path: str | Path, config: dict[str, Any], lora: Lora) -> None:
             raise UserError(
                 f"{path}: {key} is {config[key]!r}, which is not built",
                 fix="start from a plain LoRA adapter, or from a model with this one in its weights (merge_and_unload)",
-                more="docs/howto/adapters.md",
+                more="fivefold docs howto/adapters",
             )
     if (begun := config.get("init_lora_weights")) not in _BESIDE_THE_MODEL:
         raise UserError(
             f"{path}: init_lora_weights is {begun!r}, so it belongs beside weights that peft changes as it loads them",
             fix="let peft write it as plain LoRA: save_pretrained(..., path_initial_model_for_weight_conversion=...)",
-            more="docs/howto/adapters.md",
+            more="fivefold docs howto/adapters",
         )
     found = config.get("r"), config.get("lora_alpha"), bool(config.get("use_rslora", False))
     if found != (lora.rank, lora.alpha, lora.rslora):

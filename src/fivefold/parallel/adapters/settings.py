@@ -54,14 +54,14 @@ class Lora:
             raise UserError(
                 f"an adapter of experts ({self.target_parameters[0]}) with dropout {self.dropout}, which peft does not "
                 "have either", fix="adapter.dropout: 0, or leave adapter.target_parameters out",
-                more="docs/howto/adapters.md",
+                more="fivefold docs howto/adapters",
             )  # fmt: skip
         if bad := next((key for key, is_wrong in wrong.items() if is_wrong), None):
             raise UserError(
                 f"an adapter with {bad}={getattr(self, bad)!r}",
                 fix='ff.Lora(rank=16, alpha=32, targets="auto"): whole rank, alpha above 0, names of linears; '
                 "rslora True or False, quantize none or nf4",
-                more="docs/howto/adapters.md",
+                more="fivefold docs howto/adapters",
             )
 
     @property

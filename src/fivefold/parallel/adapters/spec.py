@@ -80,14 +80,14 @@ def _of_recompute_and_matmuls(plan: ParallelPlan) -> Iterator[Violation]:
     keeps = plan.layout.recompute == "selective" or budget_bytes(plan.layout.recompute) is not None
     if plan.facts.has_adapter and keeps and plan.reduces_rows:
         what = f"recompute {plan.layout.recompute} under tp keeps nothing that the gradient of an adapter needs"
-        yield Violation("recompute", what, "use recompute full or none", more="docs/howto/adapters.md")
+        yield Violation("recompute", what, "use recompute full or none", more="fivefold docs howto/adapters")
     experts = [block.name for block in plan.facts.experts]
     beside = any(parameter.is_trained and is_within(name, experts) for name, parameter in plan.facts.parameters.items())
     if plan.facts.has_adapter and beside and plan.matmuls.is_used:
         key = plan.matmuls.key
         what = f"{key} with adapter.target_parameters, beside experts, is not built"
         fix = f"leave precision.{key} out, or adapter.target_parameters"
-        yield Violation(key, what, fix, more="docs/howto/adapters.md")
+        yield Violation(key, what, fix, more="fivefold docs howto/adapters")
 
 
 def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
@@ -98,10 +98,12 @@ def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
         if plan.matmuls.is_used or plan.layout.offload_parameters:
             key = plan.matmuls.key if plan.matmuls.is_used else "offload_parameters"
             what = f"{key} with adapter.quantize: nf4 is not built"
-            yield Violation(key, what, "use adapter.quantize: none, or leave it out", more="docs/howto/adapters.md")
+            yield Violation(
+                key, what, "use adapter.quantize: none, or leave it out", more="fivefold docs howto/adapters"
+            )
             return
         if any(edge % NF4_BLOCK for part in spec.held for edges in part[1] for edge in edges):
             what = f"adapter.quantize: {name} has blocks of {NF4_BLOCK} in a row of {spec.shape[1]}, and tp "
             what += f"{plan.layout.tp} cuts one"
-            yield Violation("tp", what, "use less tp, or adapter.quantize: none", more="docs/howto/adapters.md")
+            yield Violation("tp", what, "use less tp, or adapter.quantize: none", more="fivefold docs howto/adapters")
             return

@@ -11,7 +11,7 @@ from fivefold.parallel.tensor.keys import TensorKeys
 
 METHODS = ("auto", "ring", "allgather", "ulysses")
 MOST_RING = 2**10  # ranks of cp: what one of them sends is counted for each other one
-_MORE = "docs/explain/context.md"
+_MORE = "fivefold docs explain/context"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ class ContextParallel(LivePart):
             raise UserError(
                 f"context parallelism cuts a row into {unit} chunks: 2 x cp {self.size} does not divide {length}",
                 fix=f"pad the rows to {-(-length // unit) * unit} tokens",
-                more="docs/explain/context.md",
+                more="fivefold docs explain/context",
             )
         return torch.cat([x_BT[:, start:stop] for start, stop in tokens_by_rank(length, self.size)[self.rank]], 1)
 

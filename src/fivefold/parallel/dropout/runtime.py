@@ -112,7 +112,7 @@ class Dropout(LivePart):
         raise UserError(
             f"dropout in training mode of {tokens:,} tokens, which are not those of a micro batch",
             fix="model.eval() before what is no training",
-            more="docs/explain/dropout.md",
+            more="fivefold docs explain/dropout",
         )
 
     def site(self, site: DropoutSite, features: Blocks) -> Callable[[Tensor, float], Tensor]:
@@ -187,7 +187,7 @@ def _check(x: Tensor, hashes: Tensor, site: DropoutSite) -> None:
         raise UserError(
             f"{site.module} drops {x.shape[-1]} features here, and {site.features} in one process",
             fix="use tp 1, or set that dropout to 0 in model.overrides",
-            more="docs/explain/dropout.md",
+            more="fivefold docs explain/dropout",
         )
 
 

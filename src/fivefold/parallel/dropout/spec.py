@@ -12,7 +12,7 @@ from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Blocks
 from fivefold.parallel.step import LayerNumbers, LayerStep
 
-_MORE = "docs/explain/dropout.md"
+_MORE = "fivefold docs explain/dropout"
 _BY = "by seed, step, row, position and feature"
 
 

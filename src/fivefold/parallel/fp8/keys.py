@@ -16,7 +16,7 @@ class Fp8Keys(LayoutPart):
         "none", "precision.fp8", "scaling of fp8 matmuls",
         choices=("none", *RECIPES), priced="work shards",
         words={"fp8": "tensorwise", "mxfp8": "mxfp8", **{f"fp8_{name}": name for name in [*RECIPES][1:-1]}},
-        answers={"fp8_recipe fp8_recipe_name": "set precision.fp8: rowwise, or another recipe of docs/explain/fp8.md"},
+        answers={"fp8_recipe fp8_recipe_name": "set precision.fp8: rowwise, or one of fivefold docs explain/fp8"},
     )  # fmt: skip
     fp8_high_layers: int = key(
         0,
@@ -55,4 +55,4 @@ class Fp8Keys(LayoutPart):
         """`fp8_high_layers` needs fp8."""
         if self.fp8_high_layers and self.fp8 == "none":
             what, fix = f"fp8_high_layers {self.fp8_high_layers} without fp8", "set precision.fp8, or leave"
-            yield Violation("fp8_high_layers", what, f"{fix} fp8_high_layers out", more="docs/explain/fp8.md")
+            yield Violation("fp8_high_layers", what, f"{fix} fp8_high_layers out", more="fivefold docs explain/fp8")

@@ -133,7 +133,7 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
     layers = len(plan.anatomy.layers)
     if layout.fp8 != "none" and layout.fp8_high_layers * 2 >= layers:
         what = f"fp8_high_layers {layout.fp8_high_layers} at each end leaves none of {many(layers, 'layer')} to fp8"
-        yield Violation("fp8_high_layers", what, f"at most {(layers - 1) // 2}", more="docs/explain/fp8.md")
+        yield Violation("fp8_high_layers", what, f"at most {(layers - 1) // 2}", more="fivefold docs explain/fp8")
     if layout.expert_tp and plan.facts.experts and layout.fp8 != "none":
         yield Violation(
             "expert_tp", "fp8 does not multiply experts that are split over tp", "set layout.expert_tp: false"
@@ -142,12 +142,14 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
         spec = plan.placement.shards[linear.name]
         if spec.splits and spec.replicas > 1:
             what = f"fp8 {layout.fp8}: tp {layout.tp} ranks share {linear.name}, and each has a part of its gradient"
-            yield Violation("tp", what, f"use tp {layout.tp // spec.replicas} or less", more="docs/explain/fp8.md")
+            yield Violation(
+                "tp", what, f"use tp {layout.tp // spec.replicas} or less", more="fivefold docs explain/fp8"
+            )
         block = RECIPES[layout.fp8].block
         edges = {edge for part in spec.held for blocks in part for bounds in blocks for edge in bounds}
         if spec.splits and any(edge % block for edge in edges - {*spec.shape}):
             what = f"fp8 {layout.fp8} has blocks of {block} features, and tp {layout.tp} cuts {linear.name} inside one"
-            yield Violation("tp", what, "use less tp, or fp8 rowwise", more="docs/explain/fp8.md")
+            yield Violation("tp", what, "use less tp, or fp8 rowwise", more="fivefold docs explain/fp8")
 
 
 def calls(step: Step) -> Iterator[Call]:

@@ -282,7 +282,7 @@ def calls(step: Step) -> Iterator[Call]:
 def violations(plan: ParallelPlan) -> Iterator[Violation]:
     """A secondary copy and a gather in eight bits are made of plain tensors in the compute dtype. tp cuts no block of
     eight bits. A reduction in eight bits rounds gradients of whole rows."""
-    layout, why, more = plan.layout, "", "docs/explain/slow_links.md"
+    layout, why, more = plan.layout, "", "fivefold docs explain/slow_links"
     keys = {"hpz": layout.hpz > 0, "gathers": layout.gathers != "none"}
     if layout.offload_parameters:
         why = "memory.offload_parameters, whose gathers come from host memory"

@@ -24,7 +24,7 @@ from fivefold.data.batch import IGNORE
 from fivefold.parallel.tensor.mappings import gather_columns
 from fivefold.parallel.tensor.runtime import TensorParallel
 
-READ_MORE = "docs/howto/losses.md"
+READ_MORE = "fivefold docs howto/losses"
 _OF_TENSORS = (
     "the logits are a leaf of autograd, [tokens, whole vocabulary], in fp32 (fp64 in verify): change a copy, "
     "logits.clone(), and make tensors of your own alike, weight.to(logits)"

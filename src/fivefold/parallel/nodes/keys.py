@@ -7,7 +7,7 @@ from fivefold.core.errors import Violation
 from fivefold.core.keys import key
 from fivefold.parallel.experts.keys import ExpertKeys
 
-_MORE = "docs/explain/slow_links.md"
+_MORE = "fivefold docs explain/slow_links"
 _RANKS = "FSDP's ranks of a node (its devices / tp)"
 
 
@@ -30,13 +30,13 @@ class NodeKeys(ExpertKeys):
     gathers: str = key(
         "none", "precision.gathers", "FSDP gathers matrices in eight bits, with a scale for each block of a row",
         choices=("none", "int8"), words={"qwz": "int8"}, priced="shards",
-        answers={"zero_quantized_weights": "set precision.gathers: int8 (docs/explain/slow_links.md)"},
+        answers={"zero_quantized_weights": "set precision.gathers: int8 (fivefold docs explain/slow_links)"},
     )  # fmt: skip
     reductions: str = key(
         "none", "precision.reductions", "FSDP sends gradients of matrices in eight bits, with a scale for each block "
         "of a row, and sums them in the type of precision.reduce",
         choices=("none", "int8"), words={"qgz": "int8"}, priced="shards",
-        answers={"zero_quantized_gradients": "set precision.reductions: int8 (docs/explain/slow_links.md)"},
+        answers={"zero_quantized_gradients": "set precision.reductions: int8 (fivefold docs explain/slow_links)"},
     )  # fmt: skip
 
     def dtype_words(self) -> str:

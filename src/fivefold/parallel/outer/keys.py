@@ -8,7 +8,7 @@ from fivefold.core.keys import key
 from fivefold.parallel.fsdp.keys import FsdpKeys
 from fivefold.parallel.offload.keys import OffloadKeys
 
-MORE = "docs/explain/outer.md"
+MORE = "fivefold docs explain/outer"
 KEPT = 2  # numbers that are kept for each trained one: the outer weight and its momentum
 
 

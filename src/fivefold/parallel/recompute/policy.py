@@ -129,7 +129,7 @@ def fit_recompute_budget(mode: str, layers: Mapping[str, Mapping[Mode, Choice]])
             raise UserError(
                 f"memory.recompute {mode}: with full recompute the layers of a rank still keep {least:g} GiB",
                 fix=f"{least:g} GiB or more, fewer rows in a micro batch, or shorter ones",
-                more="docs/explain/memory.md",
+                more="fivefold docs explain/memory",
             )
         enough = [change for change in changes if kept - change[0] <= budget]
         best = max(changes, key=lambda change: change[0] / max(change[1], 1e-30))

@@ -48,7 +48,7 @@ def fail_on(findings: Sequence[Finding], *, step: int, passed: int | None, came_
         fix="nothing was trained yet, and copies came in so: compare the files that the nodes read"
         if came_in
         else trained,
-        more=(f"also: {'; '.join(more)}; " if more else "") + "see docs/explain/checkpoints.md, Standing checks",
+        more=(f"also: {'; '.join(more)}; " if more else "") + "see fivefold docs explain/checkpoints, Standing checks",
     )
     if all(finding.suspects for finding in findings):
         suspects = sorted({rank for finding in findings for rank in finding.suspects})

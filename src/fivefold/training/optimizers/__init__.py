@@ -116,6 +116,6 @@ def build_optimizer(model: nn.Module, options: OptimizerSection) -> torch.optim.
         raise UserError(
             f"{rule.facts.name} keeps its state in fp32, and cannot keep it in {dtype}",
             fix="set optimizer.state_dtype: fp32, or optimizer.name: adamw",
-            more="docs/explain/memory.md",
+            more="fivefold docs explain/memory",
         )
     return optimizer

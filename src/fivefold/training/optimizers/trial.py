@@ -24,7 +24,7 @@ from fivefold.parallel.elementwise import mixes_nothing
 from fivefold.parallel.layout import Layout
 from fivefold.torch_internals import Dispatch
 
-READ_MORE = "docs/howto/optimizers.md"
+READ_MORE = "fivefold docs howto/optimizers"
 # Options that choose an implementation, not the update.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 _OF_TORCH = ("state", "param_groups", "defaults")  # attributes of every optimizer
