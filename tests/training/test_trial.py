@@ -77,7 +77,8 @@ def test_the_loss_that_is_tried_is_that_of_the_run(monkeypatch: pytest.MonkeyPat
     """A loss of the user's own takes memory of its own, in a step and in an evaluation."""
     seen = list[Any]()
     monkeypatch.setattr(trial, "_put_back", lambda model: nullcontext())
-    monkeypatch.setattr(trial, "gradients", lambda *_, loss: seen.append(loss))
+    monkeypatch.setattr(trial, "inputs_of_step", lambda *_, loss: seen.append(loss))
+    monkeypatch.setattr(trial, "passes", MagicMock())
     monkeypatch.setattr(evaluation, "mean_loss", lambda model, batches, loss: seen.append(loss))
     for name in ("state_of", "squared_norm", "all_reduce_sum"):
         monkeypatch.setattr(trial, name, MagicMock())
