@@ -1,4 +1,4 @@
-"""Where code comes from that this process runs: folders of modules, and of what is compiled here.
+"""Folders of the code that this process runs: of modules, and of what is compiled here.
 
 Code that another user puts there would run as this user. So a folder for code is private: only its owner writes to it.
 """

@@ -24,7 +24,7 @@ METHODS = "run_stage", "stage_logits"  # that run a model, besides its forward
 
 
 class LivePart:
-    """What runs of a feature in one model on this rank. Every model has each part; one whose feature is off, or whose
+    """A feature in one live model on this rank. Every model has each part; one whose feature is off, or whose
     dimension has one rank, does nothing. A part overrides the moments that it needs, and is then made by its builders;
     no moment depends on what other parts do at it.
 

@@ -1,5 +1,5 @@
-"""What a run looks at between its steps: evaluations, the best of them, which retention and an early stop go by, and
-samples, texts that it continues and conversations that it answers."""
+"""Evaluations of a run between its steps; the best of them, which retention and an early stop go by; and samples: texts
+that it continues, and conversations that it answers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice

@@ -120,7 +120,7 @@ def accumulate(
 
 @dataclass(frozen=True)
 class _Begun:
-    """What is known of a step before its passes: counts over all ranks. `pairs`: of each micro batch, if the objective
+    """Counts of a step over all ranks, before its passes. `pairs`: of each micro batch, if the objective
     has pairs. `total`: by which the loss sum is divided, as `scale` has it."""
 
     targets: int
