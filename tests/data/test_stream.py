@@ -18,7 +18,7 @@ from fivefold.core import cache
 from fivefold.core.errors import UserError
 from fivefold.data import IGNORE, PreparedData, ahead, prepare, stream, units
 from fivefold.data.ahead import prepare_ahead
-from fivefold.data.fill import Opened, fill
+from fivefold.data.fill import OpenWindows, fill
 from fivefold.data.store import TokenStore
 from fivefold.data.stream import StreamedRows
 from tests.data.helpers import config_for, random_texts, segments, write_jsonl
@@ -238,7 +238,7 @@ def test_the_process_that_fills_waits_for_the_trainer(monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "_exit", lambda _: ended.set())
     with os.fdopen(reads) as stdin, os.fdopen(writes, "w") as trainer:
         monkeypatch.setattr(sys, "stdin", stdin)
-        opened = Opened()
+        opened = OpenWindows()
         opened.wait_for(2)
         waiting = threading.Thread(target=lambda: (opened.wait_for(3), reached.set()), daemon=True)
         waiting.start()

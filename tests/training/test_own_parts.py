@@ -292,7 +292,7 @@ class Mine(ff.Part):
 
 def test_masks_of_dropout_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     dropout = SimpleNamespace(step=0)
-    monkeypatch.setattr(parts, "state_of", lambda model: SimpleNamespace(dropout=dropout))
+    monkeypatch.setattr(parts, "state_of", lambda model: SimpleNamespace(live=lambda kind: dropout))
     parts.DropoutSteps().before_step(SimpleNamespace(step=3, model=None), [])  # type: ignore[arg-type]
     assert dropout.step == 3
 
@@ -302,7 +302,7 @@ def test_a_held_step_gets_its_row_and_a_start_knows_whether_replicas_have_met(mo
     parts.RowInMemory(kept).after_step(run, {"eval/loss": 1.0})
     kept.hold.assert_called_once_with(run, {"eval/loss": 1.0}, owes=False)
     outer = SimpleNamespace(is_on=True, is_due=lambda step: step % 2 == 0, have_met=False)
-    monkeypatch.setattr(parts, "state_of", lambda model: SimpleNamespace(outer=outer))
+    monkeypatch.setattr(parts, "state_of", lambda model: SimpleNamespace(live=lambda kind: outer))
     for run.step, expected in ((4, True), (5, False), (9, True)):
         parts.OuterUpdates().begin(run)
         assert outer.have_met == expected

@@ -37,6 +37,9 @@ def job_of(request: JobRequest) -> Job:
     """The job. Raises `UserError` for a run file that cannot be run, or not on as many devices."""
     if not request.run.is_file():
         raise UserError(f"{request.run} is no file, and a job is made of a run file", fix="name one", more=MORE)
+    for text in (str(request.run), *request.overrides, request.image):
+        if not _is_utf8(text):
+            raise UserError(f"{text!a} is not UTF-8, which the file of a job is", fix="name it in UTF-8", more=MORE)
     config = load_config(request.run, request.overrides)
     check_named(config)
     if config.train.nodes is not None:
@@ -128,3 +131,11 @@ def save(chosen: Engine, file: Path, text: str) -> None:
             more=MORE,
         )
     put(file, text.encode(), instead="--output FILE")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes of a command line that are no text
+        return False
+    return True

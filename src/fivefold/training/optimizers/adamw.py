@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw as functional_adamw
 
 from fivefold.config import OptimizerSection
 from fivefold.core.optimizers import OPTIMIZERS
@@ -70,7 +71,7 @@ class _AdamWOfKeptStates(torch.optim.AdamW):
         for rows in kept.pieces(parameter):
             first, second = (kept.read(state, kind, rows, weight.dtype) for kind in MOMENTS)
             beta1, beta2 = group["betas"]
-            torch.optim.adamw.adamw(
+            functional_adamw(
                 [weight[rows]], [gradient[rows]], [first], [second], [], [before.clone()], fused=True, amsgrad=False,
                 beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
                 maximize=False,
