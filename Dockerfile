@@ -30,6 +30,7 @@ RUN case "$VARIANT" in \
     && pip install --index-url "$index" --constraint constraints.txt torch
 
 COPY pyproject.toml README.md LICENSE ./
+COPY docs ./docs
 COPY src ./src
 # For workers of Ray: --build-arg EXTRAS=hub,parquet,s3,tensorboard,ray
 ARG EXTRAS=hub,parquet,s3,tensorboard
