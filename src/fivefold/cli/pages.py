@@ -1,5 +1,6 @@
 """`fivefold docs`: the pages of the documentation, as they are installed with the package."""
 
+import sys
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
@@ -23,8 +24,6 @@ def docs(
     Example: fivefold docs
     Example: fivefold docs howto/data
     """
-    import sys
-
     pages = {str(file.relative_to(FOLDER).with_suffix("")): file for file in sorted(FOLDER.rglob("*.md"))}
     if page is None:
         for name, file in pages.items():

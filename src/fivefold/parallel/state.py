@@ -1,6 +1,6 @@
-"""State of a live parallelized model: its plan, the groups of this rank, and what runs of each feature.
+"""State of a live parallelized model: its plan, the groups of this rank, and the live part of each feature.
 
-`parallelize` puts it at `model.fivefold`. The plan says what a layout is; this is what runs.
+`parallelize` puts it at `model.fivefold`. The plan describes a layout; the state runs it.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
