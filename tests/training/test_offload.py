@@ -15,11 +15,10 @@ from torch import Tensor
 import fivefold as ff
 from fivefold.core.errors import UserError
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.lanes import Lane
 from fivefold.parallel.offload import activations as offload_activations
 from fivefold.parallel.offload import host_memory
 from fivefold.parallel.offload import runtime as offload
-from fivefold.parallel.offload.host_memory import HostMemory, most_bytes
+from fivefold.parallel.offload.host_memory import HostMemory, Lane, most_bytes
 from fivefold.parallel.offload.runtime import Offload
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from fivefold.parallel.lanes import Copies, Lane
-from fivefold.parallel.offload.host_memory import HostMemory
+from fivefold.parallel.offload.host_memory import Copies, HostMemory, Lane
 from fivefold.parallel.offload.spec import SMALL
 from fivefold.torch_internals import plain_tensors, storage_key
 
