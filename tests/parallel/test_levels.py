@@ -14,8 +14,7 @@ from fivefold.parallel.features import calls
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
-from fivefold.parallel.nodes.levels import Gather, Reduce, in_two_levels
-from fivefold.parallel.nodes.wire import Int8Wire, Part
+from fivefold.parallel.nodes.levels import Gather, Int8Wire, Part, Reduce, in_two_levels
 from fivefold.parallel.ranks import RankGrid
 from tests.pool import run_ranks
 from tests.rehearsal import Rehearsal, rehearse

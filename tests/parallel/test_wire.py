@@ -12,7 +12,7 @@ from fivefold.parallel.features import calls
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.nodes.by_hand import sent
-from fivefold.parallel.nodes.wire import Int8Wire, Part
+from fivefold.parallel.nodes.levels import Int8Wire, Part
 from tests.rehearsal import Rehearsal, rehearse
 from tests.tiers import put_off
 from tests.verification.cases import ProvedCase

@@ -13,8 +13,7 @@ from torch import Tensor
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel.fsdp import runtime
 from fivefold.parallel.nodes import levels
-from fivefold.parallel.nodes.levels import Gather, Reduce
-from fivefold.parallel.nodes.wire import Int8Wire
+from fivefold.parallel.nodes.levels import Gather, Int8Wire, Reduce
 from fivefold.parallel.outer.runtime import OuterSteps
 from fivefold.training import step
 from tests.verification.faults.fault import Model, fault

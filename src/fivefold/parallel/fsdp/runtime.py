@@ -30,8 +30,7 @@ from fivefold.parallel.fsdp.spec import (
     keeps_gathered,
 )
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.nodes.levels import Gather, Reduce, in_one_level, in_two_levels
-from fivefold.parallel.nodes.wire import Int8Wire, Part
+from fivefold.parallel.nodes.levels import Gather, Int8Wire, Part, Reduce, in_one_level, in_two_levels
 from fivefold.parallel.state import METHODS, ParallelState, state_of
 from fivefold.torch_internals import fsdp_cuts_own_shards, fsdp_drop_copy, fsdp_forget, fsdp_keep_copy, fsdp_sent
 

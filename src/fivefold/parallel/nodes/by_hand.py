@@ -1,7 +1,7 @@
 """Gathers and reductions in eight bits in the reference: each weight as every rank has it, and each gradient as the sum
 of what ranks send, by NumPy.
 
-It shares only the length of a block with `wire.py`. Which rows' gradients are one sum before they are rounded comes
+It shares only the length of a block with `levels.py`. Which rows' gradients are one sum before they are rounded comes
 from the layout: `senders`.
 """
 

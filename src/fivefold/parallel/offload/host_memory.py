@@ -1,5 +1,5 @@
-"""Memory of this machine beside the device's, page-locked if a GPU copies to it; and copies to and from it, which overlap
-compute kernels on a GPU and are done when they are requested on a CPU."""
+"""Memory of this machine beside the device's, page-locked if a GPU copies to it. Copies to and from it overlap compute
+kernels on a GPU; on a CPU they are done when they are requested."""
 
 import mmap
 import weakref
