@@ -26,13 +26,11 @@ from fivefold.parallel.collectives import differing
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.features import edits
 from fivefold.parallel.fp8 import by_hand as fp8_by_hand
-from fivefold.parallel.fp8.amax import AmaxHistory
-from fivefold.parallel.fp8.matmul import DTYPES, Float8, cast_to_fp8, casts, restored, scale_of
+from fivefold.parallel.fp8.matmul import DTYPES, Float8, Fp8Weight, cast_to_fp8, casts, restored, scale_of
 from fivefold.parallel.fp8.recipes import KINDS, RECIPES, Recipe
 from fivefold.parallel.fp8.runtime import Delayed
-from fivefold.parallel.fp8.scales import Fp8Scales
+from fivefold.parallel.fp8.scales import AmaxHistory, Fp8Scales
 from fivefold.parallel.fp8.spec import Fp8Plan
-from fivefold.parallel.fp8.weight import Fp8Weight
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.linears.spec import Multiply
 from fivefold.parallel.lower import lower

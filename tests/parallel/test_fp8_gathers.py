@@ -11,11 +11,10 @@ from torch import Tensor
 
 import fivefold as ff
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.fp8.amax import AmaxHistory
-from fivefold.parallel.fp8.matmul import cast_to_fp8, restored, scale_of
+from fivefold.parallel.fp8.matmul import Fp8Weight, cast_to_fp8, restored, scale_of
 from fivefold.parallel.fp8.recipes import RECIPES
+from fivefold.parallel.fp8.scales import AmaxHistory
 from fivefold.parallel.fp8.spec import Fp8Plan
-from fivefold.parallel.fp8.weight import Fp8Weight
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
 from fivefold.training.step import accumulate

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.parallel.fp8.recipes import ALIGNED, GROUPED_KERNELS, KERNELS, RECIPES, Kernel, Pair
-from fivefold.parallel.fp8.weight import Rounded
 from fivefold.torch_internals import scaled_grouped_mm
 
 CUDA = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])  # that this torch was built with
+
+Rounded = tuple[Tensor, Tensor]  # fp8 numbers, and the scale that they were multiplied by
 
 
 def emulated(recipe: str, device: str, precision: str, *, of_experts: bool = False) -> str | None:

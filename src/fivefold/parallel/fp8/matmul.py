@@ -14,13 +14,14 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.ops.linear import Dense, Grouped, Later, OneByOne
-from fivefold.parallel.fp8.kernels import grouped_matmul, is_served, is_served_grouped, laid_out, scaled_matmul
+from fivefold.parallel.fp8.kernels import Rounded, grouped_matmul, is_served, is_served_grouped, laid_out, scaled_matmul
 from fivefold.parallel.fp8.recipes import (
     DIMS,
     Cast,
@@ -32,7 +33,7 @@ from fivefold.parallel.fp8.recipes import (
     by_row,
     shared_dims,
 )
-from fivefold.parallel.fp8.weight import Fp8Weight, Rounded
+from fivefold.torch_internals import NO_TORCH_FUNCTION
 
 DTYPES: Mapping[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LEAST = 1e-30  # stands for the largest value of a region of zeros
@@ -242,3 +243,55 @@ def held_in(dtype: torch.dtype, pair: Pair) -> torch.dtype:
     """Dtype in which emulated operands are multiplied: `dtype` if it holds their dequantised values (bf16 does, if
     scales are powers of 2), else a wider one."""
     return dtype if all(cast.is_power_of_2 for cast in pair) else torch.promote_types(dtype, torch.float32)
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+_VIEWS = frozenset(
+    (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.t.default,
+     torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.as_strided.default)
+)  # fmt: skip
+
+
+class Fp8Weight(Tensor):
+    """A weight [O, I] of `dtype`, cast before FSDP gathers it: `codes` [O, I] in e4m3 divided by `scale` [1, 1].
+
+    fp8 products use the two as they are; every other operation sees the dequantised weight. `codes` may share storage
+    that FSDP frees and fills again; `scale` is replaced then. (As in torchao's float8 training.)
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> "Fp8Weight":
+        return Tensor._make_wrapper_subclass(cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device)
+
+    def __init__(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+        self.codes, self.scale = codes, scale
+
+    def restored(self) -> Tensor:
+        """Dequantise the weight to a plain tensor."""
+        return restored(self.codes, self.scale, self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Fp8Weight({tuple(self.shape)}, {self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["codes", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> "Fp8Weight":
+        return Fp8Weight(inner["codes"], inner["scale"], dtype)
+
+    __torch_function__ = NO_TORCH_FUNCTION
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _VIEWS:
+            own: Fp8Weight = args[0]
+            return Fp8Weight(func(own.codes, *args[1:], **(kwargs or {})), own.scale, own.dtype)
+        plain = torch.utils._pytree.tree_map_only(Fp8Weight, Fp8Weight.restored, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])

@@ -1,34 +1,25 @@
-"""Products of linears and experts in fp8, by role; with delayed scaling by the history of `amax.py`."""
+"""Products of linears and experts in fp8, by role; with delayed scaling by the history of `scales.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor, nn
 
 from fivefold.ops.linear import Products, Role
-from fivefold.parallel.fp8.amax import AmaxHistory
+from fivefold.parallel.fp8.kernels import Rounded
 from fivefold.parallel.fp8.matmul import Agree, Float8, Float8Grouped, cast_to_fp8, scale_of
 from fivefold.parallel.fp8.recipes import OPERANDS, RECIPES, SPLIT_OVER, Cast, Dim, Operand, Product, Recipe
-from fivefold.parallel.fp8.weight import Rounded
+from fivefold.parallel.fp8.scales import AmaxHistory
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor.mappings import max_all
-
-
-class History(Protocol):
-    """Largest values of earlier steps, and a place to note those of this step."""
-
-    def note(self, rows: Sequence[int], operand: Operand, largest: Tensor) -> None: ...
-
-    def largest(self, row: int, operand: Operand) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
 class Delayed(Float8):
     """`Float8` with history scales of whole tensors. `rows`: the places of the linears in `history`, in order."""
 
-    history: History
+    history: AmaxHistory
     rows: tuple[int, ...]
 
     def casts(
