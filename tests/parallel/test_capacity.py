@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
 from fivefold.models.experts import routed
-from fivefold.parallel.balance.runtime import Balance, BalanceOptions, configure
-from fivefold.parallel.experts import capacity
-from fivefold.parallel.experts.capacity import Shares
+from fivefold.parallel.balance.runtime import Balance, BalanceOptions, Shares, _before, capacity, configure
 from fivefold.parallel.ranks import row_blocks
 from tests.parallel.test_balance import balanced
 from tests.parity import Case, assert_proved, documents, outcome, reference
@@ -128,14 +126,14 @@ def test_ranks_that_share_rows_count_on_from_each_other(cp: int, tp: int, length
         shared = [axis for axis, size in (("tp", tp), ("cp", cp)) if size > 1]
         mine = torch.cat([whole_BLE[:, slice(*block)] for block in own], 1)
         with patch.object(capacity, "gather", gather):
-            found = capacity._before(mine, Shares(own, everyone, tuple(shared)))  # type: ignore[arg-type]
+            found = _before(mine, Shares(own, everyone, tuple(shared)))  # type: ignore[arg-type]
         assert torch.equal(found, torch.cat([expected[:, slice(*block)] for block in own], 1))
 
 
 def test_a_capacity_is_exact_of_the_factor_as_written() -> None:
     tokens = torch.tensor([100, 2, 1, 0])
-    assert capacity.capacity(1.1, 1, 10, tokens).tolist() == [11, 1, 1, 0]  # 1.1 * 100 is more than 110 in floats
-    assert capacity.capacity(0.9, 3, 11, tokens).tolist() == [25, 1, 1, 0]
+    assert capacity(1.1, 1, 10, tokens).tolist() == [11, 1, 1, 0]  # 1.1 * 100 is more than 110 in floats
+    assert capacity(0.9, 3, 11, tokens).tolist() == [25, 1, 1, 0]
 
 
 def test_a_dropped_pick_adds_nothing_and_has_no_gradient() -> None:

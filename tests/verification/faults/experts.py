@@ -15,10 +15,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from fivefold.models import experts, hf_internals, merged
 from fivefold.parallel import apply, lower, shard_rules
 from fivefold.parallel.balance import runtime as balance
-from fivefold.parallel.balance.runtime import AuxLossScaler, Balance, BalanceOptions
-from fivefold.parallel.experts import capacity
+from fivefold.parallel.balance.runtime import AuxLossScaler, Balance, BalanceOptions, Shares
 from fivefold.parallel.experts import runtime as expert
-from fivefold.parallel.experts.capacity import Shares
 from fivefold.parallel.sharding import Split
 from fivefold.parallel.state import state_of
 from fivefold.parallel.tensor import runtime as tensor
@@ -166,8 +164,8 @@ def rows_dropped() -> Any:
     expects=OF_EXPERTS,
 )
 def capacity_per_rank() -> Any:
-    plain = capacity._before
-    return patch.object(capacity, "_before", lambda chosen, shares: plain(chosen, Shares(shares.own, (), ())))
+    plain = balance._before
+    return patch.object(balance, "_before", lambda chosen, shares: plain(chosen, Shares(shares.own, (), ())))
 
 
 @fault(
@@ -178,8 +176,8 @@ def capacity_per_rank() -> Any:
     expects=OF_EXPERTS,
 )
 def capacity_of_padding() -> Any:
-    plain = capacity.capacity
-    return patch.object(capacity, "capacity", lambda *sizes: plain(*sizes[:3], torch.full_like(sizes[3], 32)))
+    plain = balance.capacity
+    return patch.object(balance, "capacity", lambda *sizes: plain(*sizes[:3], torch.full_like(sizes[3], 32)))
 
 
 @fault(

@@ -9,7 +9,7 @@ tokens, and P_e the mean probability of e (https://arxiv.org/abs/2101.03961):
     z of a row, a layer         mean of logsumexp(logits)^2
 
 Gradients enter at the router, in addition to those of the cross entropy, which alone is the training loss. Padding is
-not counted. Picks beyond a capacity (`capacity.py`) are dropped here as well: they get expert E, which does not exist.
+not counted. Picks beyond a capacity are dropped here as well: they get expert E, which does not exist.
 
 Legend: B rows, T tokens of a row (those of this rank), E experts, K experts per token.
 """
@@ -17,26 +17,81 @@ Legend: B rows, T tokens of a row (those of this rank), E experts, K experts per
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts
+from fivefold.models.offdiagonal import Blocks
 from fivefold.parallel.balance.spec import WatchRouter, router_numbers
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.edits import Builders
-from fivefold.parallel.experts import capacity
-from fivefold.parallel.experts.capacity import Shares
 from fivefold.parallel.ranks import tokens_by_rank
 from fivefold.parallel.state import LivePart, ParallelState
+from fivefold.parallel.tensor.mappings import gather
 from fivefold.parallel.tensor.runtime import TensorParallel
 
 BIAS = "e_score_correction_bias"
+
+# ---- capacity --------------------------------------------------------------------------------------------------------
+
+SHORTEST = 10**6  # largest denominator of a factor, which is taken as it is written
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Token blocks of a row: `own` of this rank, and `everyone`, of all ranks with a part of the row, in the order of a
+    gather over one of `groups` after the other."""
+
+    own: Blocks
+    everyone: tuple[Blocks, ...]
+    groups: tuple[dist.ProcessGroup, ...]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # exact fractions
+def capacity(factor: float, top_k: int, experts: int, tokens_B: Tensor) -> Tensor:
+    """Tokens that an expert takes of rows with `tokens_B` real ones, int64 [B]: ceil(factor * K * n / E) of a row of n,
+    the first by position, exact for `factor` as written."""
+    over, under = Fraction(str(factor)).limit_denominator(SHORTEST).as_integer_ratio()
+    return -((-over * top_k * tokens_B) // (under * experts))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives, as in attention
+@torch.no_grad()
+def beyond(chosen_BTE: Tensor, index_BTK: Tensor, capacity_B: Tensor, shares: Shares) -> Tensor:
+    """Find the picks whose expert is full, bool [B, T, K]. `chosen_BTE`: 1 where a real token goes to an expert."""
+    before_BTE = _before(chosen_BTE.long(), shares)
+    return before_BTE.gather(-1, index_BTK) >= capacity_B[:, None, None]
+
+
+def _before(chosen_BTE: Tensor, shares: Shares) -> Tensor:
+    """Count, for each token and expert, the earlier tokens of the row that go to this expert, int64 [B, T, E]. Ranks
+    with parts of a row (sequence or context parallelism) gather the picks of each expert in each of their blocks."""
+    parts = torch.split(chosen_BTE, [stop - start for start, stop in shares.own], 1)
+    before = [part.cumsum(1) - part for part in parts]
+    if not shares.groups:
+        return torch.cat(before, 1)
+    slots = max(map(len, shares.everyone))  # blocks that each rank sends counts for
+    counts_BSE = torch.stack([part.sum(1) for part in parts], 1)
+    counts_BSE = F.pad(counts_BSE, (0, 0, 0, slots - len(parts)))
+    for group in shares.groups:
+        counts_BSE = gather(counts_BSE, group)
+    none = [(None, None)]  # in place of the blocks that a rank has less than others
+    starts = [start for blocks in shares.everyone for start, _ in (*blocks, *none * (slots - len(blocks)))]
+    for at, (first, _) in enumerate(shares.own):
+        earlier = [slot for slot, start in enumerate(starts) if start is not None and start < first]
+        before[at] = before[at] + counts_BSE[:, earlier].sum(1, keepdim=True)
+    return torch.cat(before, 1)
+
+
+# ---- losses and biases -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -228,8 +283,8 @@ class Balance(LivePart):
         if factor is None:
             return index, tokens_B.new_zeros(())
         index_BTK = index.reshape(*real_BT.shape, -1)
-        most_B = capacity.capacity(factor, index.shape[-1], experts, tokens_B)
-        full_BTK = capacity.beyond(chosen_BTE, index_BTK, most_B, self._shares(real_BT.shape[1]))
+        most_B = capacity(factor, index.shape[-1], experts, tokens_B)
+        full_BTK = beyond(chosen_BTE, index_BTK, most_B, self._shares(real_BT.shape[1]))
         full_BTK &= real_BT.unsqueeze(-1)
         return index_BTK.masked_fill(full_BTK, experts).view_as(index), full_BTK.sum()
 
