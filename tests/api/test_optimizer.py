@@ -10,8 +10,8 @@ from torch import nn
 
 from fivefold.core.errors import UserError
 from fivefold.own_loop.optimizer import watch_optimizers
-from fivefold.parallel.elementwise import keeps_places
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.parts import keeps_places
 from fivefold.training.optimizers.trial import check_update, why_not
 from tests.api.optimizers import Capped, Clipped, Compiled, Lamb, Late, Lion, Lookahead, Normed, Own, Prodigy, Spiked
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.parallel.elementwise import keeps_places, mixes_nothing
+from fivefold.parallel.parts import keeps_places, mixes_nothing
 from fivefold.torch_internals import Dispatch
 
 aten = torch.ops.aten

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError, first_line
-from fivefold.parallel.elementwise import mixes_nothing
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.parts import mixes_nothing
 from fivefold.torch_internals import Dispatch
 
 READ_MORE = "fivefold docs howto/optimizers"
