@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from fivefold.parallel.fp8 import amax, recipes
 from fivefold.parallel.fp8 import matmul as fp8
+from fivefold.parallel.fp8 import recipes
 from fivefold.parallel.fp8 import runtime as products
 from fivefold.parallel.fp8 import scales as fp8_scales
 from fivefold.parallel.fp8.recipes import RECIPES, Cast, Recipe
@@ -240,7 +240,7 @@ def weight_scale_of_the_first_step() -> Any:
     expects=[("gradient, second step", r"")],
 )
 def history_of_one_rank() -> Any:
-    return patch.object(amax.dist, "all_reduce", _but_for_amax(amax.dist.all_reduce))
+    return patch.object(fp8_scales.dist, "all_reduce", _but_for_amax(fp8_scales.dist.all_reduce))
 
 
 def _but_for_amax(plain: Any) -> Any:
@@ -261,7 +261,7 @@ def history_of_the_last_micro_batch() -> Any:
         if self._is_open:
             self._now[rows[0] : rows[-1] + 1, recipes.KINDS.index(operand)] = largest.to(self._now.dtype)
 
-    return patch.object(amax.AmaxHistory, "note", overwritten)
+    return patch.object(fp8_scales.AmaxHistory, "note", overwritten)
 
 
 @fault(
@@ -271,13 +271,13 @@ def history_of_the_last_micro_batch() -> Any:
     expects=[("gradient, second step", r"")],
 )
 def history_of_forward_alone() -> Any:
-    plain = amax.AmaxHistory.note
+    plain = fp8_scales.AmaxHistory.note
 
     def of_forward(self: Any, rows: Any, operand: Any, largest: Tensor) -> None:
         if operand != "gradient":
             plain(self, rows, operand, largest)
 
-    return patch.object(amax.AmaxHistory, "note", of_forward)
+    return patch.object(fp8_scales.AmaxHistory, "note", of_forward)
 
 
 @fault(
@@ -287,9 +287,9 @@ def history_of_forward_alone() -> Any:
     expects=[("gradient, second step", r"")],
 )
 def history_of_another_linear() -> Any:
-    plain = amax.AmaxHistory.largest
+    plain = fp8_scales.AmaxHistory.largest
     return patch.object(
-        amax.AmaxHistory, "largest", lambda self, row, operand: plain(self, row - (row % 7 == 1), operand)
+        fp8_scales.AmaxHistory, "largest", lambda self, row, operand: plain(self, row - (row % 7 == 1), operand)
     )
 
 
@@ -300,7 +300,7 @@ def history_of_another_linear() -> Any:
     expects=[("gradient, second step", r"")],
 )
 def history_without_the_last_step() -> Any:
-    plain = amax.AmaxHistory._keep
+    plain = fp8_scales.AmaxHistory._keep
 
     def late(self: Any, history: Tensor) -> None:
         self.history = history
@@ -308,4 +308,4 @@ def history_without_the_last_step() -> Any:
             plain(self, history[:-1])
             self.history = history
 
-    return patch.object(amax.AmaxHistory, "_keep", late)
+    return patch.object(fp8_scales.AmaxHistory, "_keep", late)
