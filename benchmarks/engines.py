@@ -21,9 +21,9 @@ from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import layer_bytes
+from fivefold.parallel.placement import stage_plan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.policy import budget_bytes
-from fivefold.parallel.stage_plan import stage_plan
 from fivefold.planner.budget import Parts
 from fivefold.planner.estimate import Estimate, Step, Workload, resolved
 from fivefold.planner.parts import ITEMS, Content, Prices, Seconds, Shards

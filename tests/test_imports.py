@@ -39,7 +39,7 @@ WITHOUT_TORCH = "core", "config", "report"
 # those that choose or show a layout. The parallelisms themselves do nothing on an axis of one rank.
 SETTLE = {
     "core", "config", "layout.py", "keys.py", "plan.py", "lower.py", "placement.py", "spec.py", "ranks.py",
-    "shard_rules.py", "stage_plan.py",
+    "shard_rules.py",
 }  # fmt: skip
 SHOW = {"doctor", "record.py", "planner"}
 REFUSE = {"guard.py"}  # a call of a model of which this rank has some layers

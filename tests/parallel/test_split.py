@@ -8,7 +8,7 @@ from transformers import DeepseekV3Config, Qwen3MoeConfig
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of_deep
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.stage_plan import stage_plan
+from fivefold.parallel.placement import stage_plan
 from tests.tiers import put_off
 
 QWEN3_30B_A3B = Qwen3MoeConfig(

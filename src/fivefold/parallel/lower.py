@@ -10,12 +10,11 @@ from fivefold.parallel import features, legality
 from fivefold.parallel.fp8 import spec as fp8
 from fivefold.parallel.fsdp.spec import computes_in_copies
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.placement import Placement
+from fivefold.parallel.placement import Placement, stage_plan
 from fivefold.parallel.plan import ParallelPlan, on_tp_rank
 from fivefold.parallel.ranks import RankGrid
 from fivefold.parallel.recompute.policy import Recompute
 from fivefold.parallel.shard_rules import gradient_sums, kv_copies, partition_of, shard_specs
-from fivefold.parallel.stage_plan import stage_plan
 
 
 def lower(facts: ModelFacts, layout: Layout, rank: int, *, compiled: bool = False) -> ParallelPlan:

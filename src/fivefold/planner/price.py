@@ -24,10 +24,10 @@ from fivefold.parallel.layout import KEYS, Layout
 from fivefold.parallel.loss.spec import logit_bytes
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import layer_bytes
+from fivefold.parallel.placement import stage_plan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.parallel.recompute.policy import Recompute
-from fivefold.parallel.stage_plan import stage_plan
 from fivefold.planner.parts import (
     ITEMS,
     NO_UNIT,
