@@ -17,13 +17,12 @@ from fivefold.parallel.fsdp.memory import Units, resting_bytes
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import layer_bytes, layer_numbers, step_bytes
-from fivefold.parallel.moments import FIRST, MOMENTS, UPDATE
 from fivefold.parallel.offload.spec import PART_BYTES
 from fivefold.parallel.pipeline.memory import InFlightBytes, edge_bytes, in_flight
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.policy import Mode, Recompute
 from fivefold.parallel.recompute.spec import expensive_numbers
-from fivefold.parallel.step import LayerStep
+from fivefold.parallel.step import FIRST, MOMENTS, UPDATE, LayerStep
 
 
 def _first_layer(plan: ParallelPlan, shape: StepShape) -> LayerStep:

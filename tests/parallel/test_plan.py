@@ -31,16 +31,15 @@ from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import builders
 from fivefold.parallel.census import census, own_part
 from fivefold.parallel.collectives import summed
-from fivefold.parallel.edits import Edit
 from fivefold.parallel.features import calls, edits
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.graphs.spec import Outside
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
-from fivefold.parallel.moments import FIRST, MOMENTS, UPDATE
 from fivefold.parallel.pipeline.spec import PipelinePlan
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import Edit, ParallelPlan
+from fivefold.parallel.step import FIRST, MOMENTS, UPDATE
 from tests.parity import Case, hf_config, reference_model
 
 GIB = 2**30

@@ -16,12 +16,11 @@ from fivefold.models.config_facts import facts_of_config
 from fivefold.models.facts import Partition
 from fivefold.parallel.census import census
 from fivefold.parallel.collectives import Call
-from fivefold.parallel.edits import Edit
 from fivefold.parallel.features import calls, edits
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import Edit, ParallelPlan
 from fivefold.parallel.recompute.budget import within_budget
 from fivefold.report.table import Report
 

@@ -28,13 +28,12 @@ from fivefold.parallel.adapters.runtime import Adapter, with_adapter
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.dropout.spec import with_neftune
 from fivefold.parallel.dtypes import COMPUTE_DTYPES, master_dtype
-from fivefold.parallel.edits import Builders
 from fivefold.parallel.fsdp.gathers import gather_parameters
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.mesh import build_mesh
 from fivefold.parallel.recompute.budget import within_budget
-from fivefold.parallel.state import METHODS, ParallelState, fill
+from fivefold.parallel.state import METHODS, Builders, ParallelState, fill
 
 
 def parallelize(

@@ -16,7 +16,6 @@ from fivefold.parallel.balance import spec as balance
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.context import spec as context
 from fivefold.parallel.dropout import spec as dropout
-from fivefold.parallel.edits import Edit
 from fivefold.parallel.experts import spec as experts
 from fivefold.parallel.fp8 import spec as fp8
 from fivefold.parallel.fsdp import spec as fsdp
@@ -27,7 +26,7 @@ from fivefold.parallel.matrices import spec as matrices
 from fivefold.parallel.offload import spec as offload
 from fivefold.parallel.outer import spec as outer
 from fivefold.parallel.pipeline import spec as pipeline
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import Edit, ParallelPlan
 from fivefold.parallel.recompute import spec as recompute
 from fivefold.parallel.rows import spec as rows
 from fivefold.parallel.step import Step

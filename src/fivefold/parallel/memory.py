@@ -1,6 +1,6 @@
 """Memory that a step needs on a rank, by kind, from the plan alone. No torch.
 
-Peak memory occurs at one of a few points of the step (`moments.py`), which differ in what exists besides parameters and
+Peak memory occurs at one of a few points of the step (`step.py`), which differ in what exists besides parameters and
 optimizer state. Each feature adds its bytes in its own folder; the planner uses the same functions with its own prices.
 Rehearsals of the real step on the real caching allocator are the reference (docs/evidence/planned_memory.md). Not
 included: buffers of collectives between ranks, work space of kernels and what the allocator keeps.
@@ -17,12 +17,11 @@ from fivefold.parallel.balance.spec import buffer_bytes
 from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.fsdp.memory import rank_resting_bytes
 from fivefold.parallel.loss.spec import logit_bytes, waiting_bytes
-from fivefold.parallel.moments import MOMENTS
 from fivefold.parallel.offload.spec import host_bytes, in_update
 from fivefold.parallel.outer import spec as outer
 from fivefold.parallel.pipeline.memory import in_flight_bytes, layers_in_flight, saved_bytes
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.step import LayerBytes, LayerNumbers, LayerStep
+from fivefold.parallel.step import MOMENTS, LayerBytes, LayerNumbers, LayerStep
 
 BETWEEN_STEPS = ("parameters", "gradients", "optimizer state")  # kinds that torch can tell apart in a running process
 REST = "all other tensors"

@@ -5,22 +5,64 @@ plan at first use. Calls, bytes and interventions are functions of a plan. `para
 nothing itself. A plan costs the same for a world of 16,384 ranks as for one of two.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from fivefold.core.model_limits import CPMethod
 from fivefold.models.anatomy import Anatomy, is_within
-from fivefold.models.facts import AttentionShape, Experts, ModelFacts, Partition
+from fivefold.models.facts import AttentionShape, Experts, Matmul, ModelFacts, Partition
 from fivefold.parallel.collectives import StepShape, chunk_sizes
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.matmuls import MatmulPlan
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.ranks import Blocks, tokens_by_rank
 from fivefold.parallel.recompute.policy import Recompute
 
 Decided = TypeVar("Decided")
+
+
+@dataclass(frozen=True)
+class MatmulLinear:
+    """A linear that multiplies in this precision: its weight's name, its gathered size on this rank, and the axes that
+    split its dimensions."""
+
+    name: str
+    inputs: int
+    outputs: int
+    axes: Mapping[Literal["tokens", "inputs", "outputs"], str]
+
+
+class MatmulPlan(Protocol):
+    """Linears and experts of a plan that multiply in a precision of their own. `lower` names the class.
+
+    `key`: the key of the section `precision` that sets it. `kept_by`: the one that keeps layers out of it. `why`: the
+    reason for a forward of these linears. `is_used`: the layout asks for it. `linears`: of this rank's layers, without
+    the experts. `inputs`: `linears` by the input that they share. `sent`: weights of the whole model that FSDP gathers
+    in this precision, and the bytes of a number.
+    """
+
+    key: str
+    kept_by: str
+    why: str
+
+    @property
+    def is_used(self) -> bool: ...
+    @property
+    def linears(self) -> Sequence[MatmulLinear]: ...
+    @property
+    def inputs(self) -> Sequence[Sequence[MatmulLinear]]: ...
+    @property
+    def sent(self) -> Mapping[str, int]: ...
+
+    def covers(self, module: str) -> bool:
+        """True if the layer of a module multiplies in this precision."""
+
+    def multiplies(self, module: str) -> bool:
+        """True if this linear, or these experts, of this rank's layers multiply in this precision."""
+
+    def matmuls(self, layers: Sequence[str]) -> Iterator[tuple[str, Matmul]]:
+        """Yield the weights of `layers` that multiply in this precision, without the experts, by name."""
 
 
 @dataclass(frozen=True)
@@ -184,3 +226,26 @@ class ParallelPlan:
 
 def on_tp_rank(shape: AttentionShape, tp: int) -> AttentionShape:
     return replace(shape, query=shape.query // tp, kv=max(1, shape.kv // tp))
+
+
+# ---- edits of modules ------------------------------------------------------------------------------------------------
+
+Kind = Literal["cut", "pre-hook", "hook", "forward", "attribute", "stub", "branch", "shard", "rest"]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One edit of the module at `path` ("" is the model). Each edit of a feature is a class of its own in its
+    `spec.py`; `builders` in its `runtime.py` apply it.
+
+    `kind`: its parameters are `cut`; a hook runs before or after it; its `forward` is replaced; it gets an `attribute`;
+    a `stub` replaces it; it gets a `branch`, whose output is added to its own; FSDP takes its parameters as one unit
+    (`shard`); its parameters are stored in another form (`rest`). `by`: the dimension of parallelism, or the feature,
+    that asks for it. `needs_memory`: it applies to allocated parameters, the others to the meta device.
+    """
+
+    kind: ClassVar[Kind]
+    needs_memory: ClassVar[bool] = False
+    path: str
+    by: str
+    why: str

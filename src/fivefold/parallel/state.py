@@ -3,7 +3,7 @@
 `parallelize` puts it at `model.fivefold`. The plan describes a layout; the state runs it.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar, cast
@@ -16,10 +16,11 @@ from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.placement import Placement
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import Edit, ParallelPlan
 from fivefold.parallel.sharding import Region
 
 _AT_ONCE = 2**26  # bytes read, or drawn, at a time
+Builders = Mapping[type[Edit], Callable[[Any], None]]  # class of an edit -> the function that applies it
 METHODS = "run_stage", "stage_logits"  # that run a model, besides its forward
 
 

@@ -1,7 +1,7 @@
 """Bytes of a pipeline rank, by moment of a step and by item: those of micro batches in flight, and those at rest. No
 torch.
 
-Moments are those of `parallel/moments.py`. On a CPU, FSDP's collectives during a backward are additional moments.
+Moments are those of `parallel/step.py`. On a CPU, FSDP's collectives during a backward are additional moments.
 """
 
 from collections.abc import Iterable, Mapping

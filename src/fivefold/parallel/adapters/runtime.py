@@ -17,8 +17,7 @@ from fivefold.parallel.adapters.nf4 import Nf4
 from fivefold.parallel.adapters.settings import Lora, nf4_bytes
 from fivefold.parallel.adapters.sources import WithAdapters
 from fivefold.parallel.adapters.spec import Attach, Freeze, RestFrozen, SendGradient
-from fivefold.parallel.edits import Builders
-from fivefold.parallel.state import LivePart, ParallelState
+from fivefold.parallel.state import Builders, LivePart, ParallelState
 
 
 @dataclass(frozen=True)

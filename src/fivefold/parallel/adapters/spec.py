@@ -7,8 +7,7 @@ from fivefold.core.errors import Violation
 from fivefold.models.anatomy import is_within
 from fivefold.parallel.adapters.facts import A, B
 from fivefold.parallel.adapters.settings import NF4_BLOCK
-from fivefold.parallel.edits import Edit
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import Edit, ParallelPlan
 from fivefold.parallel.recompute.policy import budget_bytes
 
 

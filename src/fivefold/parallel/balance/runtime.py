@@ -32,9 +32,8 @@ from fivefold.models.offdiagonal import Blocks
 from fivefold.parallel.balance.spec import WatchRouter, router_numbers
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.context.runtime import ContextParallel
-from fivefold.parallel.edits import Builders
 from fivefold.parallel.ranks import tokens_by_rank
-from fivefold.parallel.state import LivePart, ParallelState
+from fivefold.parallel.state import Builders, LivePart, ParallelState
 from fivefold.parallel.tensor.mappings import gather
 from fivefold.parallel.tensor.runtime import TensorParallel
 

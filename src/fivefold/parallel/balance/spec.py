@@ -6,8 +6,7 @@ from math import prod
 
 from fivefold.models.facts import Experts
 from fivefold.parallel.collectives import Call, StepShape
-from fivefold.parallel.edits import Edit
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import Edit, ParallelPlan
 from fivefold.parallel.ranks import tokens_by_rank
 from fivefold.parallel.step import Step
 

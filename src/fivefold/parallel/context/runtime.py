@@ -44,11 +44,10 @@ from fivefold.parallel.context.kv_exchange import (
     ulysses_all_to_all,
 )
 from fivefold.parallel.context.ring import SharedRows
-from fivefold.parallel.edits import Builders
 from fivefold.parallel.graphs.runtime import Compiled
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.ranks import Tokens, tokens_by_rank
-from fivefold.parallel.state import LivePart, ParallelState
+from fivefold.parallel.state import Builders, LivePart, ParallelState
 from fivefold.parallel.tensor.mappings import mapping
 
 # ---- context parallelism of a model ----------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from fivefold.core.model_limits import ModelLimits
 from fivefold.models.facts import AttentionShape, ModelFacts
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.context.ring import SharedRows, hops, tokens_of
-from fivefold.parallel.edits import Edit
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import Edit, ParallelPlan
 from fivefold.parallel.ranks import Tokens
 from fivefold.parallel.step import LayerNumbers, LayerStep, Step
 

@@ -31,9 +31,8 @@ from fivefold.ops.dropout import (
 from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.dropout.spec import AddNoise, DropCalls, DropInput, DropOutput, DropProbabilities
 from fivefold.parallel.dtypes import master_dtype
-from fivefold.parallel.edits import Builders
 from fivefold.parallel.ranks import Blocks
-from fivefold.parallel.state import LivePart, ParallelState
+from fivefold.parallel.state import Builders, LivePart, ParallelState
 from fivefold.parallel.tensor.runtime import TensorParallel
 
 STEP = "dropout_step"  # in the state of a checkpoint

@@ -7,8 +7,7 @@ from fivefold.core.errors import Violation
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import DropoutSite, ModelFacts
 from fivefold.parallel.adapters.facts import A
-from fivefold.parallel.edits import Edit
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import Edit, ParallelPlan
 from fivefold.parallel.ranks import Blocks
 from fivefold.parallel.step import LayerNumbers, LayerStep
 

@@ -32,12 +32,11 @@ from fivefold.models.facts import Experts
 from fivefold.ops.keep import kept
 from fivefold.ops.linear import Linears
 from fivefold.parallel.balance.runtime import Balance
-from fivefold.parallel.edits import Builders
 from fivefold.parallel.experts import spec
 from fivefold.parallel.graphs.runtime import Compiled
 from fivefold.parallel.linears.runtime import LinearsOfModel
 from fivefold.parallel.sharding import Block, split_even
-from fivefold.parallel.state import LivePart, ParallelState
+from fivefold.parallel.state import Builders, LivePart, ParallelState
 from fivefold.parallel.tensor.mappings import exchange, gather, mapping
 from fivefold.parallel.tensor.runtime import TensorParallel
 

@@ -7,8 +7,7 @@ from fivefold.core.model_limits import ModelLimits
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ORDERS, Experts, ModelFacts
 from fivefold.parallel.collectives import Call
-from fivefold.parallel.edits import Edit
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import Edit, ParallelPlan
 from fivefold.parallel.step import Step
 from fivefold.parallel.tensor.spec import Cut
 

@@ -10,8 +10,7 @@ from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts, Matmul
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.fp8.recipes import KERNELS, KINDS, RECIPES, SPLIT_OVER, agreements
-from fivefold.parallel.matmuls import MatmulLinear
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import MatmulLinear, ParallelPlan
 from fivefold.parallel.recompute.spec import RecomputePlan
 from fivefold.parallel.step import LayerNumbers, LayerStep, Step
 

@@ -7,9 +7,9 @@ from fivefold.models.anatomy import is_within
 from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.fsdp.unshards import WITHOUT_FSDP
-from fivefold.parallel.moments import FIRST, MOMENTS, UPDATE
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import RankGrid
+from fivefold.parallel.step import FIRST, MOMENTS, UPDATE
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from torch.distributed import tensor as dtensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fivefold.parallel.dtypes import COMPUTE_DTYPES
-from fivefold.parallel.edits import Builders
 from fivefold.parallel.fsdp.copies import Copies
 from fivefold.parallel.fsdp.spec import (
     CastInputs,
@@ -31,7 +30,7 @@ from fivefold.parallel.fsdp.spec import (
 )
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.nodes.levels import Gather, Int8Wire, Part, Reduce, in_one_level, in_two_levels
-from fivefold.parallel.state import METHODS, ParallelState, state_of
+from fivefold.parallel.state import METHODS, Builders, ParallelState, state_of
 from fivefold.torch_internals import fsdp_cuts_own_shards, fsdp_drop_copy, fsdp_forget, fsdp_keep_copy, fsdp_sent
 
 

@@ -12,11 +12,10 @@ from fivefold.core.units import many
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.collectives import Call, Phase
-from fivefold.parallel.edits import Edit
 from fivefold.parallel.fsdp.unshards import Unshards, of_slots, reduced_together
 from fivefold.parallel.layout import KEYS, Layout
 from fivefold.parallel.pipeline.spec import PipelinePlan
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import Edit, ParallelPlan
 from fivefold.parallel.ranks import Over
 from fivefold.parallel.step import Step
 

@@ -12,9 +12,8 @@ from typing import Any, Self
 
 import torch
 
-from fivefold.parallel.edits import Builders
 from fivefold.parallel.graphs.spec import Compile, Outside
-from fivefold.parallel.state import LivePart, ParallelState
+from fivefold.parallel.state import Builders, LivePart, ParallelState
 from fivefold.torch_internals import compiled_versions, heard_from_dynamo, keep_headers
 
 VERSIONS = 64  # of one function; torch's 8 are used up by a model with several kinds of layers

@@ -7,8 +7,7 @@ from functools import cached_property
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import TPInput
 from fivefold.parallel.collectives import StepShape
-from fivefold.parallel.edits import Edit
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import Edit, ParallelPlan
 from fivefold.parallel.step import LayerNumbers, LayerStep
 
 

@@ -8,11 +8,10 @@ from torch import nn
 
 from fivefold.models import hf_internals
 from fivefold.ops.linear import Linears, Multiply, Role, WeightGradStore
-from fivefold.parallel.edits import Builders
 from fivefold.parallel.fp8.runtime import products
 from fivefold.parallel.fp8.scales import Fp8Scales
 from fivefold.parallel.linears import spec
-from fivefold.parallel.state import LivePart, ParallelState
+from fivefold.parallel.state import Builders, LivePart, ParallelState
 from fivefold.parallel.tensor.runtime import TensorParallel
 
 

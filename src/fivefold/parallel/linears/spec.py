@@ -6,8 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 from fivefold.models.anatomy import is_within
-from fivefold.parallel.edits import Edit
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import Edit, ParallelPlan
 
 Role = Literal["column", "row", "dense", "latent"]  # see `ops/linear.py`
 

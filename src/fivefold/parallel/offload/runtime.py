@@ -24,11 +24,10 @@ from torch import Tensor
 from fivefold.core.errors import UserError
 from fivefold.core.units import in_parts
 from fivefold.parallel.dtensor import local, put_local, with_local
-from fivefold.parallel.edits import Builders
 from fivefold.parallel.offload.activations import HostActivations
 from fivefold.parallel.offload.host_memory import Copies, HostMemory, Lane, most_bytes
 from fivefold.parallel.offload.spec import OffloadActivations, part_bytes
-from fivefold.parallel.state import LivePart, ParallelState
+from fivefold.parallel.state import Builders, LivePart, ParallelState
 from fivefold.torch_internals import step_hooks
 
 WEIGHT = ""  # the kind of a parameter itself, besides those of its state

@@ -3,10 +3,8 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from fivefold.parallel.edits import Edit
-from fivefold.parallel.moments import UPDATE
-from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.step import LayerBytes, LayerNumbers, LayerStep
+from fivefold.parallel.plan import Edit, ParallelPlan
+from fivefold.parallel.step import UPDATE, LayerBytes, LayerNumbers, LayerStep
 
 SMALL = 16  # saved tensors below 1 / SMALL of a layer's input stay on the device: they are many and small
 PARTS = 3  # of offloaded optimizer state, on the device at once: arriving, in update, leaving

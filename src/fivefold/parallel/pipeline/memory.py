@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from fivefold.core.schedule import Slot
 from fivefold.parallel.collectives import StepShape
-from fivefold.parallel.moments import MOMENTS, Bytes
 from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.step import LayerBytes
+from fivefold.parallel.step import MOMENTS, Bytes, LayerBytes
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from fivefold.ops.linear import WeightGradStore
 from fivefold.parallel import plain
 from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.edits import Builders
 from fivefold.parallel.fsdp.copies import Copies
 from fivefold.parallel.fsdp.runtime import reshard
 from fivefold.parallel.fsdp.spec import FsdpPlan
@@ -36,7 +35,7 @@ from fivefold.parallel.linears.runtime import LinearsOfModel
 from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.pipeline.stages import StageModules, stage_builders
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.state import LivePart, ParallelState, state_of
+from fivefold.parallel.state import Builders, LivePart, ParallelState, state_of
 from fivefold.parallel.tensor.runtime import TensorParallel
 from fivefold.torch_internals import fsdp_add_late, fsdp_reduce_now
 

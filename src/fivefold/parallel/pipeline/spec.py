@@ -10,9 +10,8 @@ from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot, Transfer
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.collectives import Call, Phase
-from fivefold.parallel.edits import Edit
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import Edit, ParallelPlan
 from fivefold.parallel.step import Step
 
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.parallel.context.runtime import ContextParallel
-from fivefold.parallel.edits import Builders
 from fivefold.parallel.pipeline.spec import Stages, Stub
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.state import Builders
 from fivefold.parallel.tensor.runtime import TensorParallel
 
 # ---- stand-ins for modules of other stages ---------------------------------------------------------------------------

@@ -9,9 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fivefold.models.attention import KEEPS
 from fivefold.ops.keep import Forward, contexts, graph_contexts, save_nothing, save_outputs, save_reduced_only
-from fivefold.parallel.edits import Builders
 from fivefold.parallel.recompute.spec import Recompute, SaveAttention, SaveLinear, Saves
-from fivefold.parallel.state import ParallelState
+from fivefold.parallel.state import Builders, ParallelState
 
 _SAVING: dict[Saves, Callable[[Forward], Forward]] = {
     "output": save_outputs, "sum": save_reduced_only, "nothing": save_nothing

@@ -7,9 +7,8 @@ from typing import Literal
 
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Matmul
-from fivefold.parallel.edits import Edit
 from fivefold.parallel.graphs.spec import GraphPlan
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import Edit, ParallelPlan
 from fivefold.parallel.step import LayerBytes, LayerNumbers, LayerStep
 
 

@@ -3,9 +3,8 @@
 from functools import partial
 
 from fivefold.models.forwards import check_rows, count_behind_padding, hand_on_cu_seqlens
-from fivefold.parallel.edits import Builders
 from fivefold.parallel.rows.spec import CountBehindPadding, HandOnBounds, RefuseLongRows
-from fivefold.parallel.state import ParallelState
+from fivefold.parallel.state import Builders, ParallelState
 
 
 def builders(state: ParallelState) -> Builders:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from fivefold.models.facts import Counted
-from fivefold.parallel.edits import Edit
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import Edit, ParallelPlan
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,9 @@ from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.models.facts import TPBlock, TPInput
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.edits import Builders
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.sharding import Block
-from fivefold.parallel.state import LivePart, ParallelState
+from fivefold.parallel.state import Builders, LivePart, ParallelState
 from fivefold.parallel.tensor.mappings import (
     copy_to_tensor_parallel,
     feature_indices,

@@ -8,9 +8,8 @@ from fivefold.core.model_limits import ModelLimits
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import FeatureGroups, ModelFacts, Partition, TPBlock, TPInput
 from fivefold.parallel.collectives import Call
-from fivefold.parallel.edits import Edit
 from fivefold.parallel.graphs.spec import GraphPlan
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import Edit, ParallelPlan
 from fivefold.parallel.shard_rules import feature_blocks
 from fivefold.parallel.sharding import Block
 from fivefold.parallel.step import LayerNumbers, LayerStep, Step
