@@ -26,8 +26,7 @@ from fivefold.generation.opened import OpenModel, check_vocabulary, open_model
 from fivefold.launch.once import as_worker
 from fivefold.launch.world import World
 from fivefold.models.forwards import check_lengths
-from fivefold.parallel.alike import check_alike
-from fivefold.parallel.plain import of_first
+from fivefold.parallel.plain import check_alike, of_first
 from fivefold.parallel.state import state_of
 from fivefold.training.step import summed_loss
 

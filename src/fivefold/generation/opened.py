@@ -32,10 +32,10 @@ from fivefold.models.discover import facts_of
 from fivefold.models.sources import TensorSource, folder_digests, open_weights
 from fivefold.parallel.adapters.peft_folder import PEFT_CONFIG, adapter_digests, lora_of, with_peft_folder
 from fivefold.parallel.adapters.sources import Layered
-from fivefold.parallel.alike import check_alike
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtypes import PRECISION_OF
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.plain import check_alike
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from fivefold.generation.opened import OpenModel
 from fivefold.generation.sampling import Sampling
 from fivefold.generation.text import StoppedText, pieces
 from fivefold.launch.world import World
-from fivefold.parallel.alike import check_alike
-from fivefold.parallel.plain import of_first
+from fivefold.parallel.plain import check_alike, of_first
 
 _MORE = "fivefold docs howto/generate"
 

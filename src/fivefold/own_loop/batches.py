@@ -22,7 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from fivefold.core.errors import UserError
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.parallel.alike import raise_any, tried
+from fivefold.parallel.plain import raise_any, tried
 from fivefold.parallel.state import ParallelState, state_of
 
 Batch = Mapping[str, Tensor]  # input_ids, labels [B, T]; optionally attention_mask, position_ids

@@ -32,13 +32,13 @@ from fivefold.own_loop.optimizer import watch_optimizers
 from fivefold.parallel import apply, guard, parts
 from fivefold.parallel.adapters.peft_folder import adapter_digests, lora_of, with_peft_folder
 from fivefold.parallel.adapters.settings import Lora
-from fivefold.parallel.alike import check_alike
 from fivefold.parallel.balance.runtime import Balance, BalanceOptions, configure
 from fivefold.parallel.dtypes import PRECISION_OF
 from fivefold.parallel.fsdp.runtime import put_in_order
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.loss.own import LossFunction, TokenLoss
+from fivefold.parallel.plain import check_alike
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import fsdp_settle_root
 from fivefold.training.inputs import check_loss

@@ -22,8 +22,8 @@ from fivefold.own_loop.batches import READ_MORE, leaves_inference_mode, refusal
 from fivefold.own_loop.model import ParallelModel, check_parallel, check_spread
 from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import parts, plain
-from fivefold.parallel.alike import check_alike, on_every_rank
 from fivefold.parallel.placement import Placement
+from fivefold.parallel.plain import check_alike, on_every_rank
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers.trial import IMPLEMENTATION
 

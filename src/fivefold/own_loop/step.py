@@ -25,8 +25,8 @@ from fivefold.own_loop.batches import (
 from fivefold.own_loop.model import ParallelModel, check_parallel, check_runs, check_spread, own_loss
 from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import passes
-from fivefold.parallel.alike import check_alike, on_every_rank
 from fivefold.parallel.loss.own import LossFunction
+from fivefold.parallel.plain import check_alike, on_every_rank
 from fivefold.training import step
 from fivefold.training.inputs import evaluating, to_device
 from fivefold.training.step import StepResult, all_reduce_sum, clip_, mean_loss, squared_norm

@@ -17,12 +17,12 @@ from fivefold.launch.memory import Needs, room
 from fivefold.launch.world import World
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel import plain
-from fivefold.parallel.alike import check_alike
 from fivefold.parallel.dtypes import master_dtype
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import StepBytes, step_bytes
 from fivefold.parallel.offload.runtime import Offload
+from fivefold.parallel.plain import check_alike
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.budget import within_budget
 from fivefold.parallel.state import state_of

@@ -29,9 +29,9 @@ from fivefold.models import hf_internals, kernels
 from fivefold.models.build import load_model_config
 from fivefold.parallel import plain
 from fivefold.parallel.adapters.settings import NF4_BLOCK
-from fivefold.parallel.alike import check_alike
 from fivefold.parallel.dtypes import master_dtype
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.plain import check_alike
 from fivefold.training import agreed
 from fivefold.training.model import balance_options
 from fivefold.training.optimizers import rule_for
