@@ -19,10 +19,10 @@ from fivefold.launch.world import multiplies_bf16, threads_warning
 from fivefold.models import hf_internals
 from fivefold.ops import gpu_attention
 from fivefold.parallel import shared_memory
-from fivefold.parallel.adapters import header as adapters
+from fivefold.parallel.adapters.spec import adapter_lines
 from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.dtypes import COMPUTE_DTYPES, PRECISION_OF
-from fivefold.parallel.fp8 import header as fp8
+from fivefold.parallel.fp8.runtime import fp8_lines
 from fivefold.parallel.offload.runtime import Offload
 from fivefold.parallel.state import state_of
 from fivefold.training import preflight, record, schedule
@@ -83,7 +83,7 @@ def lines(run: LiveRun, about: Mapping[str, Any], *, attention: str) -> list[Lin
     rows = [
         ("run", f"{config.run_dir}   seed {config.train.seed}"),
         ("model", f"{name} {human(run.costs.parameters)} parameters, {config.model.init} weights"),
-        *adapters.lines(state.plan, config.adapter.lora, config.adapter.path),
+        *adapter_lines(state.plan, config.adapter.lora, config.adapter.path),
         *(("data" if i == 0 else "", line) for i, line in enumerate(run.data.counts.lines())),
         *_tokenizer_lines(run),
         *([("loss", f"{config.objective.path}   {run.specs.loss.digest}")] if run.specs.loss else []),
@@ -100,7 +100,7 @@ def lines(run: LiveRun, about: Mapping[str, Any], *, attention: str) -> list[Lin
             f"{', blocks compiled' if state.plan.compiled else ''}{_attention(run, attention)}",
         ),
         *([("recompute", f"{state.plan.recompute}")] if layout.recompute != "none" else []),
-        *fp8.lines(state.plan, config.data.seq_length, world.device),
+        *fp8_lines(state.plan, config.data.seq_length, world.device),
         *_offload_lines(run),
         *_states_lines(run),
         *_mfu_lines(run),

@@ -6,12 +6,16 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from fivefold.core.units import many
 from fivefold.ops.linear import Products, Role
-from fivefold.parallel.fp8.kernels import Rounded
+from fivefold.parallel.census import own_part
+from fivefold.parallel.fp8.kernels import Rounded, emulated
 from fivefold.parallel.fp8.matmul import Agree, Float8, Float8Grouped, cast_to_fp8, scale_of
-from fivefold.parallel.fp8.recipes import OPERANDS, RECIPES, SPLIT_OVER, Cast, Dim, Operand, Product, Recipe
+from fivefold.parallel.fp8.recipes import KERNELS, OPERANDS, RECIPES, SPLIT_OVER, Cast, Dim, Operand, Product, Recipe
 from fivefold.parallel.fp8.scales import AmaxHistory
+from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.tensor.mappings import max_all
 
 
@@ -71,3 +75,26 @@ def _float8(
     if not recipe.history:
         return Float8(recipe, agree, is_transposed)
     return Delayed(recipe, agree, is_transposed, amax, tuple(amax.names.index(names[linear]) for linear in linears))
+
+
+def fp8_lines(plan: ParallelPlan, seq_length: int, device: str) -> list[tuple[str, str]]:
+    """Rows of a run's header, (label, text): what multiplies in fp8, and why that is not faster on `device`, if so."""
+    own, layout = plan.feature(Fp8Plan), plan.layout
+    recipe, precision, high = layout.fp8, layout.precision, layout.fp8_high_layers
+    if recipe == "none":
+        return []
+    counts = (len(own.linears), "linear"), (len(own.expert_modules), "expert module")
+    cast = " and ".join(many(count, what) for count, what in counts if count) or "nothing"
+    ends = f"the first and last {many(high, 'layer')}, head" if high else "head"
+    part = f"{100 * own_part(plan):.0f} % of the matmuls' FLOPs"
+    rows = [("fp8", f"{recipe}: {cast} of this rank, {part}; {ends}, norms and attention in {precision}")]
+    if why := emulated(recipe, device, precision):
+        rows.append(("", f"the loss is that of fp8, the speed is not: {why}"))
+    elif own.expert_modules and (lacks := emulated(recipe, device, precision, of_experts=True)):
+        rows.append(("", f"the loss of experts is that of fp8, their speed is not: {lacks}"))
+    tokens = layout.padded(seq_length) // layout.cp * layout.micro_batch_size
+    if not why and (slow := own.unaligned(tokens)):
+        step = KERNELS[RECIPES[recipe].block].summed
+        more = f" and {len(slow) - 1} more" if len(slow) > 1 else ""
+        rows.append(("", f"slower than in bf16, for sizes that are no multiples of {step}: {slow[0]}{more}"))
+    return rows
