@@ -43,7 +43,7 @@ from fivefold.models.config_facts import facts_of_config
 from fivefold.models.flops import Costs
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.collectives import Collective, total
-from fivefold.parallel.context.ring import SharedRows, hops, tokens_of
+from fivefold.parallel.context.spec import SharedRows, hops, tokens_of
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import tokens_by_rank
 from fivefold.parallel.recorder import record

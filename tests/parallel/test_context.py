@@ -17,8 +17,8 @@ from fivefold.models.config_facts import facts_of_config
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.offdiagonal import local_cu_seqlens, offdiagonal_blocks
 from fivefold.parallel.collectives import total as total_of
-from fivefold.parallel.context.ring import Pieces, SharedRows, hops
 from fivefold.parallel.context.runtime import ContextParallel, _groups
+from fivefold.parallel.context.spec import Pieces, SharedRows, hops
 from fivefold.parallel.features import calls
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.legality import violations

@@ -6,7 +6,7 @@ gradients. `ulysses_all_to_all` (Ulysses, arXiv:2309.14509) gives each rank all 
 Keys and values travel as the model made them: each key/value head once, in the compute dtype.
 
 Legend: B rows, L tokens of a rank, n ranks, T = n L, h heads, G key/value heads, D head size; "kv" is keys and values,
-[2,B,L,G,D]; "tokens" are the blocks of a row that each rank of the group has; S tokens of pieces of rows (`ring.py`).
+[2,B,L,G,D]; "tokens" are the blocks of a row that each rank of the group has; S tokens of pieces of rows (`spec.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.models.offdiagonal import Blocks
-from fivefold.parallel.context.ring import Pieces, SharedRows, hops, tokens_of, width
+from fivefold.parallel.context.spec import Pieces, SharedRows, hops, tokens_of, width
 from fivefold.parallel.ranks import Tokens, narrowed
 from fivefold.parallel.tensor.mappings import exchange, mapping
 from fivefold.torch_internals import collectives
@@ -46,7 +46,7 @@ class Exchange(Protocol):
 class Ring:
     """Ring attention (arXiv:2310.01889): a rank attends to the keys of one rank while those of the next travel.
 
-    In hop s keys and values go from rank r straight to rank r - s: those that it attends to (`ring.py`), and nothing if
+    In hop s keys and values go from rank r straight to rank r - s: those that it attends to (`spec.py`), and nothing if
     there are none. For whole rows that is what neighbours would hand on, and for documents less: one over one edge is
     sent once. Gradients go straight back to the owner of the keys, which adds them up in fp32. A running sum around the
     ring would be rounded on every rank, or take twice the bytes.

@@ -43,7 +43,7 @@ from fivefold.parallel.context.kv_exchange import (
     tokens_for_heads,
     ulysses_all_to_all,
 )
-from fivefold.parallel.context.ring import SharedRows
+from fivefold.parallel.context.spec import SharedRows
 from fivefold.parallel.graphs.runtime import Compiled
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.ranks import Tokens, tokens_by_rank
