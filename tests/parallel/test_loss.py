@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.models.forwards import head_only
 from fivefold.parallel.collectives import CACHE_BYTES, MOST_BYTES, chunk_sizes
-from fivefold.parallel.loss.runtime import EAGER, IGNORE, CompiledKernels, Kernels, SummedLoss, softmax_chunks
+from fivefold.parallel.loss.runtime import IGNORE, Kernels, SummedLoss, softmax_chunks
 from fivefold.parallel.sharding import split_even
 from fivefold.parallel.state import state_of
 from fivefold.parallel.tensor.runtime import TensorParallel
@@ -30,9 +30,10 @@ TOKENS, HIDDEN, VOCABULARY = 29, 13, 101
 SIZES = (1, 2, 3, 7, TOKENS, 64)  # chunks asked for: most do not divide 29
 SCALE = 1 / 17
 ALONE = TensorParallel(None, 0, 1, False, ((0, VOCABULARY),))
-TRACED = CompiledKernels(lambda _, function: torch.compile(function, backend="aot_eager"))  # all but the C++
+EAGER = Kernels()
+TRACED = Kernels(lambda _, function: torch.compile(function, backend="aot_eager"))  # all but the C++
 COMPILED = pytest.param(  # by Inductor, which starts processes that compile
-    CompiledKernels(lambda _, function: torch.compile(function)), id="compiled", marks=pytest.mark.full
+    Kernels(lambda _, function: torch.compile(function)), id="compiled", marks=pytest.mark.full
 )
 
 

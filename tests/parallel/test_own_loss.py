@@ -18,7 +18,7 @@ from fivefold.data.batch import IGNORE
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.loss.own import LossRow, TokenLoss
-from fivefold.parallel.loss.runtime import EAGER
+from fivefold.parallel.loss.runtime import Kernels
 from fivefold.parallel.loss.spec import OWN_LOSS_COPIES, logit_bytes
 from fivefold.parallel.loss.tasks import CrossEntropy, Head, OwnLoss
 from fivefold.parallel.lower import lower
@@ -163,7 +163,7 @@ def test_cross_entropy_written_by_a_user_is_that_of_the_library() -> None:
     weight = torch.randn(VOCABULARY, 7, dtype=torch.float64, requires_grad=True)
     labels, row = tokens()
     sizes = (5, 5, 3)
-    head = Head(lambda h: F.linear(h, weight), hidden, [weight], VOCABULARY, 3, ALONE, Mock(cut=lambda x: x), EAGER)
+    head = Head(lambda h: F.linear(h, weight), hidden, [weight], VOCABULARY, 3, ALONE, Mock(cut=lambda x: x), Kernels())
     assert head.sizes(VOCABULARY) == sizes
     own, built_in = OwnLoss(TokenLoss(nll), labels[None], row)(head), CrossEntropy(labels[None])(head)
     for found, expected in zip(*(torch.autograd.grad(loss, [hidden, weight]) for loss in (own, built_in)), strict=True):

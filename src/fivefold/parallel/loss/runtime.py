@@ -270,75 +270,6 @@ def _held(tokens_NK: Tensor, shares_NK: Tensor, columns: int, fold: TensorParall
 _Held = list[tuple[Tensor, Tensor]]  # columns and shares, [N, K] each
 
 
-class Kernels(LivePart):
-    """Functions run operator by operator. One fp32 (fp64) buffer of [N, V] is updated in place: exponentials, softmax,
-    gradient. The logits themselves serve as the buffer if they may be overwritten."""
-
-    @classmethod
-    def make(cls, state: ParallelState) -> "Kernels":
-        compiled = state.live(Compiled)
-        return CompiledKernels(compiled.block) if compiled.is_on else EAGER
-
-    def highest(self, logits_NV: Tensor, own: _Held, heat: float) -> tuple[Tensor, Tensor]:
-        """Maximum logit, and the targets' logits weighted by their shares: fp32 (fp64) [N] each."""
-        return _highest(logits_NV, own, heat)
-
-    def sums(self, logits_NV: Tensor, highest_N: Tensor, heat: float, overwrite: bool) -> tuple[Tensor, Tensor | None]:
-        """Sum of the exponentials, less the maximum, [N]; and the exponentials, if they are kept."""
-        exponentials_NV = _exponentials(logits_NV, highest_N, heat, copy=not overwrite)
-        return exponentials_NV.sum(dim=-1), exponentials_NV
-
-    def gradient(
-        self,
-        exponentials_NV: Tensor | None,
-        logits_NV: Tensor,
-        highest_N: Tensor,
-        sum_N: Tensor,
-        factor_N: Tensor,
-        own: _Held,
-        heat: float,
-        overwrite: bool,
-    ) -> Tensor:
-        """(softmax - shares) * factor, in the dtype of the logits."""
-        assert exponentials_NV is not None
-        return _gradient(exponentials_NV, sum_N, factor_N, own).to(logits_NV.dtype)
-
-
-class CompiledKernels(Kernels):
-    """Compiled functions, which each read the logits once. Exponentials are not saved: the gradient recomputes them,
-    and takes the memory of the logits if it may."""
-
-    def __init__(self, compiled: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._highest, self._sums, self._gradient, self._in_place = (
-            compiled("the loss", function) for function in (_highest, _sums, _gradient_again, _gradient_in_place)
-        )
-
-    def highest(self, logits_NV: Tensor, own: _Held, heat: float) -> tuple[Tensor, Tensor]:
-        return self._highest(logits_NV, own, heat)  # type: ignore[no-any-return]
-
-    def sums(self, logits_NV: Tensor, highest_N: Tensor, heat: float, overwrite: bool) -> tuple[Tensor, Tensor | None]:
-        return self._sums(logits_NV, highest_N, heat), None
-
-    def gradient(
-        self,
-        exponentials_NV: Tensor | None,
-        logits_NV: Tensor,
-        highest_N: Tensor,
-        sum_N: Tensor,
-        factor_N: Tensor,
-        own: _Held,
-        heat: float,
-        overwrite: bool,
-    ) -> Tensor:
-        if not overwrite:
-            return self._gradient(logits_NV, highest_N, sum_N, factor_N, own, heat)  # type: ignore[no-any-return]
-        self._in_place(logits_NV, highest_N, sum_N, factor_N, own, heat)
-        return logits_NV
-
-
-EAGER = Kernels()
-
-
 def _highest(logits_NV: Tensor, own: _Held, heat: float) -> tuple[Tensor, Tensor]:
     precise = _accumulator(logits_NV.dtype)
     of_targets = [
@@ -383,6 +314,55 @@ def _gradient_in_place(logits_NV: Tensor, *rest: Any) -> None:
 def _over(x: Tensor, heat: float) -> Tensor:
     """Divide in place."""
     return x if heat == 1 else x.div_(heat)
+
+
+class Kernels(LivePart):
+    """Functions of logits. Run operator by operator, they update one fp32 (fp64) buffer of [N, V] in place:
+    exponentials, softmax, gradient. The logits themselves serve as the buffer if they may be overwritten. Functions
+    that `compiled` makes each read the logits once. Exponentials are then not saved: the gradient recomputes them, and
+    takes the memory of the logits if it may."""
+
+    def __init__(self, compiled: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None) -> None:
+        self._saves = compiled is None
+        build = compiled or (lambda _, function: function)
+        self._highest, self._sums, self._gradient, self._in_place = (
+            build("the loss", function) for function in (_highest, _sums, _gradient_again, _gradient_in_place)
+        )
+
+    @classmethod
+    def make(cls, state: ParallelState) -> "Kernels":
+        compiled = state.live(Compiled)
+        return cls(compiled.block if compiled.is_on else None)
+
+    def highest(self, logits_NV: Tensor, own: _Held, heat: float) -> tuple[Tensor, Tensor]:
+        """Maximum logit, and the targets' logits weighted by their shares: fp32 (fp64) [N] each."""
+        return self._highest(logits_NV, own, heat)  # type: ignore[no-any-return]
+
+    def sums(self, logits_NV: Tensor, highest_N: Tensor, heat: float, overwrite: bool) -> tuple[Tensor, Tensor | None]:
+        """Sum of the exponentials, less the maximum, [N]; and the exponentials, if they are saved."""
+        if not self._saves:
+            return self._sums(logits_NV, highest_N, heat), None
+        exponentials_NV = _exponentials(logits_NV, highest_N, heat, copy=not overwrite)
+        return exponentials_NV.sum(dim=-1), exponentials_NV
+
+    def gradient(
+        self,
+        exponentials_NV: Tensor | None,
+        logits_NV: Tensor,
+        highest_N: Tensor,
+        sum_N: Tensor,
+        factor_N: Tensor,
+        own: _Held,
+        heat: float,
+        overwrite: bool,
+    ) -> Tensor:
+        """(softmax - shares) * factor, in the dtype of the logits."""
+        if exponentials_NV is not None:
+            return _gradient(exponentials_NV, sum_N, factor_N, own).to(logits_NV.dtype)
+        if not overwrite:
+            return self._gradient(logits_NV, highest_N, sum_N, factor_N, own, heat)  # type: ignore[no-any-return]
+        self._in_place(logits_NV, highest_N, sum_N, factor_N, own, heat)
+        return logits_NV
 
 
 def top_log_probs(logits: Tensor, fold: TensorParallel, top_k: int, vocabulary: int) -> tuple[Tensor, Tensor]:
