@@ -1,22 +1,20 @@
 """Check that a merged model gives the logits of the model with its separate adapter, in plain `transformers`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold.core.errors import RunFailed
 from fivefold.core.units import GIB
 from fivefold.models.build import build_meta
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import TensorSource
-from fivefold.parallel.adapters.facts import A, B
+from fivefold.parallel.adapters.by_hand import put_adapter
 from fivefold.parallel.adapters.settings import Lora
 
 # Relative to the norm of the logits, in fp32: W x + s B (A x) sums in another order than (W + s B A) x.
@@ -75,26 +73,6 @@ def _logits(
         for name, buffer in model.named_buffers():
             buffer.copy_(source.whole(name) if name in source.shapes else buffers[name])
         if adapter is not None and lora is not None:
-            _beside(model, {name: adapter.whole(name).float() for name in adapter.shapes}, lora)
+            values = {name: adapter.whole(name).float() for name in adapter.shapes}
+            put_adapter(model, replace(lora, quantize="none"), values, torch.float32)
         return model.eval()(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
-
-
-def _beside(model: nn.Module, values: Mapping[str, Tensor], lora: Lora) -> None:
-    """Apply the adapter: to linears by hooks, keeping the model's own forward; to experts in their weights."""
-    for name, a in values.items():
-        module, matrix, leaf = name.rsplit(".", 2)
-        if matrix != A:
-            continue
-        b, of = values[f"{module}.{B}.{leaf}"], model.get_submodule(module)
-        if a.ndim == 2:
-            hook: Callable[..., Tensor] = partial(_added, a, b, lora.scale)
-            of.register_forward_hook(hook)
-            continue
-        weights = of.get_parameter(leaf)
-        for number, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
-            more = lora.scale * of_b @ of_a
-            weights[number] += more.T if getattr(of, "is_transposed", False) else more
-
-
-def _added(a: Tensor, b: Tensor, scale: float, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-    return out + scale * F.linear(F.linear(args[0], a), b)
