@@ -114,14 +114,14 @@ def install(model: Any) -> None:
     for name in _around_layers(plan):
         model.get_submodule(name).register_forward_pre_hook(before_base, with_kwargs=True, prepend=True)
     model.register_forward_hook(drop, always_call=True)
-    if plan.feature(FsdpPlan).rests_in_dtensors or plan.feature(FsdpPlan).copied:
+    if plan.feature(FsdpPlan).is_used or plan.feature(FsdpPlan).stood_in_for:
         guard.parameters = _by_name(model)
     kind = PartOfParameter if plan.layout.world > plan.layout.dp_replicate else AssembledParameter
-    for name, parameter in guard.parameters.items() if plan.feature(FsdpPlan).rests_in_dtensors else ():
-        parameter.register_hook = refuse_gradient_hook  # type: ignore[method-assign]
-        if name in plan.gradient_sums or (name == plan.tied and len(plan.placement.pp_ranks[name]) > 1):
-            parameter.register_post_accumulate_grad_hook = refuse_accumulated_hook  # type: ignore[method-assign]
+    for name, parameter in guard.parameters.items():
         if isinstance(parameter, DTensor):
+            parameter.register_hook = refuse_gradient_hook  # type: ignore[method-assign]
+            if name in plan.gradient_sums or (name == plan.tied and len(plan.placement.pp_ranks[name]) > 1):
+                parameter.register_post_accumulate_grad_hook = refuse_accumulated_hook  # type: ignore[method-assign]
             parameter.__class__ = kind  # type: ignore[assignment]
 
 

@@ -51,15 +51,10 @@ def _of_states(plan: ParallelPlan) -> Iterator[Violation]:
     for name, spec in plan.placement.shards.items():
         if plan.placement.kept_in(name) != "8bit":
             continue
-        block, last = block_length(spec.shape[-1]), len(spec.shape) - 1
-        if any(edge % block for part in spec.held for bounds in part[last] for edge in bounds):
+        if spec.cuts(block := block_length(spec.shape[-1])):
             what = f"8bit states of {name} have blocks of {block} in a row of {spec.shape[-1]}, and tp {plan.layout.tp}"
-            yield Violation(
-                "tp",
-                f"{what} cuts one",
-                "use less tp, or optimizer.state_dtype: bf16",
-                more="fivefold docs explain/memory",
-            )
+            fix = "use less tp, or optimizer.state_dtype: bf16"
+            yield Violation("tp", f"{what} cuts one", fix, more="fivefold docs explain/memory")
 
 
 def _cp_method(facts: ModelFacts, layout: Layout) -> CPMethod:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from fivefold.parallel.layout import Layout
+from fivefold.parallel.layout import MESH_AXES, Layout
 
 Blocks = tuple[tuple[int, int], ...]  # [start, stop) of tokens of a row, in the order that a rank holds them
 Tokens = tuple[Blocks, ...]  # of every rank of a ring
@@ -88,12 +88,10 @@ class RankGrid:
 
     def coords(self, rank: int) -> RankCoords:
         """Coordinates of `rank` of the world."""
-        at, layout = rank, self.layout
-        at, tp = divmod(at, layout.tp)
-        at, cp = divmod(at, layout.cp)
-        at, dp_shard = divmod(at, layout.dp_shard)
-        pp, dp_replicate = divmod(at, layout.dp_replicate)
-        return RankCoords(pp, dp_replicate, dp_shard, cp, tp)
+        at = {}
+        for axis in reversed(MESH_AXES):
+            rank, at[axis] = divmod(rank, getattr(self.layout, axis))
+        return RankCoords(**at)
 
     # ---- parts of a parameter ----------------------------------------------------------------------------------------
 

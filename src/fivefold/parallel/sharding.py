@@ -66,6 +66,10 @@ class ShardSpec:
         by_dim = [cut.get(dim, (((0, size),),) * self.parts) for dim, size in enumerate(self.shape)]
         return tuple(tuple(blocks[part] for blocks in by_dim) for part in range(self.parts))
 
+    def cuts(self, block: int) -> bool:
+        """True if parts separate the numbers of a block, which are neighbours in a row."""
+        return any(edge % block for part in self.held for bounds in part[-1] for edge in bounds)
+
     @property
     def dims(self) -> int:
         """Dimensions of the matrix or vector that the model means: experts [E, O, I] are matrices, so 2."""

@@ -102,7 +102,7 @@ def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
                 key, what, "use adapter.quantize: none, or leave it out", more="fivefold docs howto/adapters"
             )
             return
-        if any(edge % NF4_BLOCK for part in spec.held for edges in part[1] for edge in edges):
+        if spec.cuts(NF4_BLOCK):
             what = f"adapter.quantize: {name} has blocks of {NF4_BLOCK} in a row of {spec.shape[1]}, and tp "
             what += f"{plan.layout.tp} cuts one"
             yield Violation("tp", what, "use less tp, or adapter.quantize: none", more="fivefold docs howto/adapters")

@@ -78,18 +78,14 @@ class FsdpPlan:
         return tuple(name for name in self._placement.shards if not self._placement.rests_as_computed(name))
 
     @property
-    def rests_in_dtensors(self) -> bool:
-        """True if parameters and their gradients are DTensors, which refuse to be taken for whole tensors."""
-        return self.is_used or self._plan.layout.world > 1
-
-    @property
     def stood_in_for(self) -> tuple[str, ...]:
-        """Parameters that other tensors replace in compute (`copies.py`), without FSDP."""
-        return tuple(self._placement.shards) if self.rests_in_dtensors and not self.is_used else self.copied
+        """Parameters that other tensors replace in compute (`copies.py`), without FSDP: those of several tensor ranks
+        are stored as DTensors, which refuse to be taken for whole tensors."""
+        is_one = self.is_used or self._plan.layout.world == 1
+        return self.copied if is_one else tuple(self._placement.shards)
 
     @property
     def sharded(self) -> tuple[Unit, ...]:
-        """Units that FSDP gathers and reduces."""
         return self.units if self.is_used else ()
 
     @cached_property
@@ -295,8 +291,8 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
         yield Violation("gathers", what, "leave precision.gathers out", more=more)
     fsdp = plan.feature(FsdpPlan)
     for name, spec in plan.placement.shards.items():
-        block, last = fsdp.block(name) or fsdp.reduced_block(name), len(spec.shape) - 1
-        if block and any(edge % block for part in spec.held for bounds in part[last] for edge in bounds):
+        block = fsdp.block(name) or fsdp.reduced_block(name)
+        if block and spec.cuts(block):
             sent = "gathers" if fsdp.block(name) else "reductions"
             what = f"{sent} int8 of {name} have blocks of {block} in a row of {spec.shape[-1]}"
             yield Violation("tp", f"{what}, and tp {layout.tp} cuts one", f"use less tp, or no int8 {sent}", more=more)
@@ -385,7 +381,7 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     if placement.stages.count > 1:
         stages = tuple(placement.stages.layers_of_stage(stage) for stage in placement.own_stages)
         yield PrefetchWithinStages("", "pp", "backward gathers ahead within a stage", stages)
-    if fsdp.rests_in_dtensors and not fsdp.is_used:
+    if plan.layout.world > 1 and not fsdp.is_used:
         yield RestAsDTensors("", "tp", "parameters rest as DTensors, which refuse to be taken for whole ones")
     if fsdp.stood_in_for:
         which = "copies in bf16" if fsdp.copied else "plain tensors"
