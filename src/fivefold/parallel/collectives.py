@@ -82,7 +82,6 @@ class StepShape:
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of one micro batch's hidden states over all tokens."""
         return self.rows * self.tokens * self.hidden * self.compute_bytes
 
     def forwards(self, module: str, *, is_last: bool = False, is_kept: bool = False) -> int:
@@ -118,7 +117,6 @@ def total(parts: Iterable[Collective]) -> tuple[Collective, ...]:
 
 
 def summed(calls: Iterable[Call]) -> tuple[Collective, ...]:
-    """Sum calls by (axis, kind)."""
     return total(Collective(call.axis, call.kind, call.times, call.times * call.bytes) for call in calls)
 
 

@@ -79,7 +79,6 @@ KEPT = (recompute.kept_bytes, offload.kept_bytes)
 
 
 def limits_of(facts: ModelFacts) -> ModelLimits:
-    """The limits that a traced model sets to a layout."""
     limits = ModelLimits(name=facts.model_class)
     for limited in LIMITED:
         limits = limited(limits, facts)
@@ -87,7 +86,6 @@ def limits_of(facts: ModelFacts) -> ModelLimits:
 
 
 def edits(plan: ParallelPlan) -> tuple[Edit, ...]:
-    """List all edits on this rank."""
     return tuple(edit for of_feature in EDITS for edit in of_feature(plan))
 
 

@@ -44,7 +44,6 @@ class StepBytes:
 
     @cached_property
     def fullest(self) -> str:
-        """The moment with the most bytes."""
         return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
 
     @property
@@ -58,7 +57,6 @@ class StepBytes:
 
 
 def step_bytes(plan: ParallelPlan, shape: StepShape) -> StepBytes:
-    """Compute the bytes of one optimizer step."""
     state, costs = _state(plan, shape), dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
     layers = {layer: layer_bytes(plan, layer, costs[layer], shape) for layer in plan.placement.layers}
     in_flight = in_flight_bytes(plan, shape, layers, loss=logit_bytes(plan, shape), waiting=waiting_bytes(plan, shape))
@@ -106,7 +104,6 @@ def _with_update(plan: ParallelPlan, shape: StepShape, state: Mapping[str, int])
 
 
 def layer_bytes(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepShape) -> LayerBytes:
-    """Compute the bytes of `layer`, with its `cost`."""
     step = LayerStep(plan, layer, cost, shape)
     numbers = layer_numbers(step)
     of_layer = LayerBytes(kept=step.bytes_of(numbers.saved), working=step.bytes_of(numbers.working))
@@ -116,7 +113,6 @@ def layer_bytes(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepShap
 
 
 def layer_numbers(step: LayerStep) -> LayerNumbers:
-    """Add up the elements per token of a layer, over all features."""
     numbers = LayerNumbers()
     for add in features.NUMBERS:
         numbers = add(step, numbers)

@@ -37,19 +37,15 @@ class StagePlan:
         return len(self.splits)
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank of a stage."""
         return self.layout.schedule.rank_of(stage, self.layout.pp)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank."""
         return tuple(stage for stage in range(self.count) if self.rank_of(stage) == rank)
 
     def layers_of(self, rank: int) -> tuple[str, ...]:
-        """The layers of a pipeline rank."""
         return tuple(layer for stage in self.stages_of(rank) for layer in self.layers_of_stage(stage))
 
     def layers_of_stage(self, stage: int) -> tuple[str, ...]:
-        """The layers of one stage."""
         return self.layers[slice(*self.splits[stage])]
 
     def holders(self, name: str) -> tuple[int, ...]:
@@ -110,7 +106,6 @@ class Placement:
 
     @cached_property
     def coords(self) -> RankCoords:
-        """Coordinates of this rank on every axis."""
         return self.grid.coords(self.rank)
 
     @property
@@ -153,7 +148,6 @@ class Placement:
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
-        """Layers of this rank, in order."""
         return self.stages.layers_of(self.coords.pp)
 
     @cached_property
@@ -164,7 +158,6 @@ class Placement:
 
     @cached_property
     def own_stages(self) -> tuple[int, ...]:
-        """Stages of this rank, in order."""
         return self.stages.stages_of(self.coords.pp)
 
     @property
@@ -216,7 +209,6 @@ class Placement:
         return int(sum(map(numel, regions)) * itemsize)
 
     def kept_in(self, name: str) -> StateDtype:
-        """Dtype of the optimizer's state of a parameter."""
         spec = self.shards[name]
         return kept_in(self.layout.state_dtype, spec.shape, spec.dims)
 

@@ -108,7 +108,6 @@ def on_every_rank(read: Callable[[], Read]) -> Read:
 
 
 def tried(read: Callable[[], Read]) -> tuple[Read | None, UserError | None]:
-    """The result of `read`, or the `UserError` that it raised."""
     try:
         return read(), None
     except UserError as error:
@@ -126,7 +125,6 @@ def raise_any(error: UserError | None) -> None:
 
 
 def _place(ranks: list[int], hosts: list[str]) -> str:
-    """The ranks with the names of their hosts."""
     return ", ".join(
         f"rank {listed(list(of_host), 8)} ({host})" for host, of_host in groupby(ranks, key=lambda rank: hosts[rank])
     )

@@ -93,7 +93,6 @@ class ParallelPlan:
 
     @property
     def matmuls(self) -> MatmulPlan:
-        """Matmuls with a precision of their own."""
         return self.feature(self.matmul_plan)
 
     @property
@@ -133,7 +132,6 @@ class ParallelPlan:
 
     @cached_property
     def experts(self) -> tuple[Experts, ...]:
-        """Experts of the layers of this rank."""
         return tuple(block for block in self.facts.experts if is_within(block.name, self.placement.layers))
 
     @property

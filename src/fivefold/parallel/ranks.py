@@ -25,8 +25,6 @@ APART = ("tp_kv", "pp_ends")  # axes with a group of their own even if it spans 
 
 @dataclass(frozen=True)
 class RankCoords:
-    """A rank's index on each axis of the mesh."""
-
     pp: int
     dp_replicate: int
     dp_shard: int
@@ -52,7 +50,6 @@ class Axis:
     stride: int
 
     def index(self, rank: int) -> int:
-        """Index of a rank in its group."""
         return rank // self.stride % self.size
 
     def members(self, rank: int) -> tuple[int, ...]:
@@ -61,7 +58,6 @@ class Axis:
         return tuple(range(first, first + self.size * self.stride, self.stride))
 
     def groups(self, world: int) -> Iterator[tuple[int, ...]]:
-        """Yield every group in a world of so many ranks, once."""
         return (self.members(rank) for rank in range(world) if self.index(rank) == 0)
 
 
@@ -87,7 +83,6 @@ class RankGrid:
     # ---- one rank ----------------------------------------------------------------------------------------------------
 
     def coords(self, rank: int) -> RankCoords:
-        """Coordinates of `rank` of the world."""
         at = {}
         for axis in reversed(MESH_AXES):
             rank, at[axis] = divmod(rank, getattr(self.layout, axis))
@@ -201,7 +196,6 @@ class RankGrid:
         return data_rank * self.layout.tp * self.layout.cp
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """Yield every group of an axis, once."""
         if axis != "pp_ends":
             return self.axes[axis].groups(self.world)
         of_stage = self.world // self.layout.pp

@@ -48,7 +48,6 @@ class ShardSpec:
 
     @classmethod
     def along(cls, name: str, shape: Sequence[int], dim: int, blocks: Sequence[Blocks]) -> "ShardSpec":
-        """Cut a parameter along one dimension over tp."""
         return cls(name, tuple(shape), (Split(dim, tuple(blocks)),), len(blocks))
 
     def local_shape(self, part: int) -> tuple[int, ...]:
@@ -106,7 +105,6 @@ def fsdp_rows(rows: int, rank: int, size: int) -> Block:
 
 
 def numel(region: Region) -> int:
-    """Count the numbers in a region."""
     return prod(edge.stop - edge.start for edge in region)
 
 

@@ -76,7 +76,6 @@ class LivePart:
         """Gradients of a step are summed, and parameters are updated unless it is `skipped`."""
 
     def state(self) -> dict[str, Any]:
-        """Entries of a checkpoint's state."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -100,7 +99,6 @@ class Guard:
 
     @property
     def is_library(self) -> bool:
-        """True inside `library`."""
         return self._depth > 0
 
     @contextmanager
@@ -132,7 +130,6 @@ class ParallelState:
 
     @property
     def placement(self) -> Placement:
-        """The place of each part of every parameter."""
         return self.plan.placement
 
     def live(self, kind: type[Live]) -> Live:
@@ -153,7 +150,6 @@ class ParallelState:
     # ---- moments, at which every part is asked -----------------------------------------------------------------------
 
     def begin_passes(self) -> None:
-        """Begin passes. All ranks of the world call this together."""
         for part in self.parts:
             part.begin_passes()
 
@@ -166,13 +162,11 @@ class ParallelState:
     def begin_rows(
         self, shape: Sequence[int], places: Sequence[int], cu_seqlens: Tensor | None = None, *, ends_step: bool = False
     ) -> None:
-        """Let rows enter the model; see `LivePart.begin_rows`."""
         for part in self.parts:
             part.begin_rows(shape, places, cu_seqlens, ends_step=ends_step)
 
     @contextmanager
     def in_gradients(self, rows: int) -> Iterator[None]:
-        """Context of passes whose gradients are computed; see `LivePart.in_gradients`."""
         with ExitStack() as stack:
             for part in self.parts:
                 stack.enter_context(part.in_gradients(self, rows))
@@ -184,11 +178,9 @@ class ParallelState:
             part.after_step(skipped=skipped)
 
     def state(self) -> dict[str, Any]:
-        """Entries of a checkpoint's state."""
         return {name: entry for part in self.parts for name, entry in part.state().items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of any checkpoint."""
         for part in self.parts:
             part.load(state)
 
@@ -219,7 +211,6 @@ def _temporarily(changes: Sequence[tuple[dict[str, Any], Mapping[str, bool]]]) -
 
 
 def state_of(model: nn.Module) -> ParallelState:
-    """The state of a parallelized model."""
     return cast(ParallelState, model.fivefold)
 
 

@@ -36,7 +36,6 @@ class Drawn(TensorSource):
         self.shapes = {name: tuple(values.shape) for name, values in self.values.items()}
 
     def read(self, name: str, region: Region) -> Tensor:
-        """See `TensorSource`."""
         return self.values[name][region]
 
 

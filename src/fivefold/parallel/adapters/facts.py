@@ -46,7 +46,6 @@ class Target:
 
     @property
     def weight(self) -> str:
-        """The name of the adapted weight."""
         return f"{self.module}.{self.parameter}"
 
     @property
@@ -73,7 +72,6 @@ def targets_of(facts: ModelFacts, lora: Lora) -> tuple[Target, ...]:
 
 
 def _chosen(named: Mapping[str, Target], asked: Iterable[str], none_is: str, more: str = "") -> tuple[Target, ...]:
-    """The targets with one of the `asked` names."""
     for wanted in asked:
         if not any(_is_called(name, wanted) for name in named):
             leaves = sorted({name.rpartition(".")[2] for name in named})

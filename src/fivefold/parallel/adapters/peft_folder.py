@@ -125,8 +125,6 @@ def adapter_digests(path: str | Path) -> dict[str, Any]:
 
 
 class PeftFolder(TensorSource):
-    """The matrices of an adapter, by their names in the model."""
-
     def __init__(self, path: str | Path, lora: Lora, targets: Sequence[Target]) -> None:
         """Raises `UserError` for a folder without an adapter, or with another one than `lora` on `targets`."""
         self._file, config = Path(path) / WEIGHTS, _read_config(Path(path))
@@ -152,7 +150,6 @@ class PeftFolder(TensorSource):
             )
 
     def read(self, name: str, region: Region) -> Tensor:
-        """See `TensorSource`."""
         try:
             with safe_open(self._file, framework="pt", device="cpu") as file:
                 values = _from_peft(name, file.get_slice(self._named[name]), self.shapes[name], region)

@@ -96,7 +96,6 @@ def _low_rank(linears: Linears, x_SI: Tensor, counts_E: Tensor, a: Tensor, b: Te
 
 
 def builders(state: ParallelState) -> Builders:
-    """Builders of an adapter."""
     model, lora = state.model, state.live(Adapter).lora
     scale = lora.scale if lora else 0.0
 

@@ -26,7 +26,6 @@ class WithAdapters(TensorSource):
         self.shapes = {**base.shapes, **self._own}
 
     def read(self, name: str, region: Region) -> Tensor:
-        """See `TensorSource`."""
         if name not in self._own:
             return self._base.read(name, region)
         shape = self._own[name]
@@ -44,7 +43,6 @@ class Layered(TensorSource):
         self.shapes = {**base.shapes, **first.shapes}
 
     def read(self, name: str, region: Region) -> Tensor:
-        """See `TensorSource`."""
         return (self._first if name in self._first.shapes else self._base).read(name, region)
 
 
@@ -55,7 +53,6 @@ class InNf4(TensorSource):
         self._base, self._names, self.shapes = base, frozenset(names), dict(base.shapes)
 
     def read(self, name: str, region: Region) -> Tensor:
-        """See `TensorSource`."""
         if name not in self._names:
             return self._base.read(name, region)
         rows, columns = region
@@ -71,7 +68,6 @@ class Merged(TensorSource):
         self.shapes = dict(base.shapes)
 
     def read(self, name: str, region: Region) -> Tensor:
-        """See `TensorSource`."""
         values, (module, _, leaf) = self._base.read(name, region), name.rpartition(".")
         a, b = f"{module}.{A}.{leaf}", f"{module}.{B}.{leaf}"
         if a not in self._adapters.shapes:
@@ -92,7 +88,6 @@ def transposed_modules(model: Any) -> list[str]:
 
 
 def experts(model: Any) -> dict[str, Any]:
-    """The model's modules of experts, by name."""
     return {name: module for name, module in model.named_modules() if hf_internals.is_experts(module)}
 
 

@@ -14,8 +14,6 @@ from fivefold.parallel.recompute.policy import budget_bytes
 
 @dataclass(frozen=True)
 class Freeze(Edit):
-    """Parameters of the model itself are frozen."""
-
     kind = "attribute"
 
 
@@ -31,20 +29,15 @@ class Attach(Edit):
 
 @dataclass(frozen=True)
 class SendGradient(Edit):
-    """A frozen embedding is sent a gradient."""
-
     kind = "forward"
 
 
 @dataclass(frozen=True)
 class RestFrozen(Edit):
-    """Frozen parameters rest in the type that they are computed with, or in four bits."""
-
     kind = "rest"
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Attach the adapters to the frozen model."""
     if not plan.facts.has_adapter:
         return
     yield Freeze("", "adapter", "its own parameters are frozen")
@@ -70,7 +63,6 @@ def edits_at_rest(plan: ParallelPlan) -> Iterator[Edit]:
 
 
 def violations(plan: ParallelPlan) -> Iterator[Violation]:
-    """Yield what an adapter cannot be combined with."""
     yield from _of_recompute_and_matmuls(plan)
     yield from _of_nf4(plan)
 

@@ -229,7 +229,6 @@ class Balance(LivePart):
     # ---- at a router -------------------------------------------------------------------------------------------------
 
     def watch(self, model: nn.Module, experts: Experts) -> None:
-        """Hook a router that returns logits, weights and indices."""
         router = model.get_submodule(experts.router)
         hook = self._after(experts.router, has_bias=hasattr(router, BIAS))
         # Not compiled: it knows its router by name, so it would be recompiled for every layer.
@@ -324,7 +323,6 @@ def _parts(output: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def builders(state: ParallelState) -> Builders:
-    """Builders that watch routers."""
     balance = state.live(Balance)
     return {WatchRouter: lambda edit: balance.watch(state.model, edit.experts)}
 
@@ -363,5 +361,4 @@ def dropped(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[C
 
 
 def on_host(numbers: Tensor) -> Tensor:
-    """Copy the counts of all ranks' routers to the host."""
     return numbers.cpu()

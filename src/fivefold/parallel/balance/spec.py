@@ -42,14 +42,11 @@ def _slots(plan: ParallelPlan, shape: StepShape) -> int:
 
 @dataclass(frozen=True)
 class WatchRouter(Edit):
-    """Count what experts get, and keep it even."""
-
     kind = "hook"
     experts: Experts
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Watch routers."""
     for block in plan.facts.experts if plan.watches_routers else ():
         yield WatchRouter(block.router, "balance", "what experts get is counted, and held even", block)
 

@@ -179,7 +179,6 @@ class CPAttentionArgs:
 
     @property
     def mine(self) -> Blocks:
-        """Blocks of the queries."""
         return self.tokens[self.exchange.group.rank() if self.exchange else 0]
 
     @property
@@ -189,7 +188,6 @@ class CPAttentionArgs:
 
     @property
     def shared(self) -> SharedRows:
-        """The rows, for an exchange."""
         return SharedRows(self.tokens, self.edges, self.rule.window)
 
     def parts(self, kv: Tensor) -> Iterator[tuple[Blocks, Tensor]]:
@@ -286,7 +284,6 @@ def _attended(q: Tensor, kv: Tensor, sinks: Tensor | None, job: CPAttentionArgs)
 
 
 def builders(state: ParallelState) -> Builders:
-    """Builders that hook the base, the head and the attention modules of a model."""
     model, fold = state.model, state.live(ContextParallel)
 
     def cut_rows(edit: spec.CutRows) -> None:  # prepended: before anything counts tokens

@@ -43,12 +43,10 @@ class SharedRows:
 
     @cached_property
     def length(self) -> int:
-        """Tokens of a row."""
         return sum(stop - start for blocks in self.tokens for start, stop in blocks)
 
     @property
     def count(self) -> int:
-        """Number of rows."""
         return self.edges[-1] // self.length
 
 
@@ -75,7 +73,6 @@ def hops(rows: SharedRows, rank: int) -> tuple[Hop, ...]:
 
 
 def tokens_of(pieces: Pieces) -> int:
-    """Number of tokens."""
     return sum(stop - start for _, start, stop in pieces)
 
 
@@ -112,7 +109,6 @@ def _first_seen(rows: SharedRows, query: int) -> int:
 
 
 def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
-    """Add the heads that attention sees."""
     attends = facts.attends.values()
     fewest = (min(heads.query for heads in attends), min(heads.kv for heads in attends)) if attends else None
     return replace(limits, attended=fewest)
@@ -177,27 +173,20 @@ def _gathered(step: Step, axis: str, site: str, size: int, tokens: Tokens) -> It
 
 @dataclass(frozen=True)
 class CutRows(Edit):
-    """Cut whole rows to this rank's tokens."""
-
     kind = "pre-hook"
 
 
 @dataclass(frozen=True)
 class WholeRows(Edit):
-    """Gather the logits of whole rows behind the head."""
-
     kind = "hook"
 
 
 @dataclass(frozen=True)
 class Exchange(Edit):
-    """Let an attention module exchange keys and values, or heads, with other ranks."""
-
     kind = "attribute"
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Cut rows, and let attention communicate."""
     if plan.layout.cp == 1:
         return
     anatomy = plan.anatomy
@@ -242,5 +231,4 @@ def _received(step: LayerStep) -> float:
 
 
 def _kv_size(heads: AttentionShape) -> int:
-    """Features of the keys and values of one token."""
     return heads.kv * (heads.key_size + heads.value_size)

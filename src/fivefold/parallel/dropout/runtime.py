@@ -67,7 +67,6 @@ class Dropout(LivePart):
 
     @property
     def has_sites(self) -> bool:
-        """True if anything is dropped, or noise is drawn."""
         return bool(self.sites)
 
     def begin_rows(
@@ -93,11 +92,9 @@ class Dropout(LivePart):
         return entered.chunk(parts, 1)[self.tensor.rank if parts > 1 else 0], entered
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint; none without sites."""
         return {STEP: self.step} if self.has_sites else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint."""
         self.step = int(state.get(STEP, 0))
 
     # ---- at a site ---------------------------------------------------------------------------------------------------
@@ -191,7 +188,6 @@ def _check(x: Tensor, hashes: Tensor, site: DropoutSite) -> None:
 
 
 def builders(state: ParallelState) -> Builders:
-    """Builders that let every site of a model drop by global numbers."""
     model, dropout = state.model, state.live(Dropout)
 
     def drop_output(edit: DropOutput) -> None:

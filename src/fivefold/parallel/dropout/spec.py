@@ -17,8 +17,6 @@ _BY = "by seed, step, row, position and feature"
 
 @dataclass(frozen=True)
 class DropOutput(Edit):
-    """Let an `nn.Dropout` drop by global numbers."""
-
     kind = "forward"
     site: DropoutSite
 
@@ -78,7 +76,6 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
 
 
 def edits_of_embedding(plan: ParallelPlan) -> Iterator[Edit]:
-    """Noise on the embeddings, behind their lookup."""
     for site in _sites(plan):
         if site.kind == "embedding":
             yield AddNoise(site.module, "dropout", f"noise of {site.p:.3g} / sqrt(L D) {_BY}", site)

@@ -126,7 +126,6 @@ class ExpertParallel(LivePart):
 
 
 def builders(state: ParallelState) -> Builders:
-    """Builders that replace the forwards of experts and routers. Parameters are cut as those of tensor parallelism."""
     model, fold = state.model, state.live(ExpertParallel)
 
     def send_rows(edit: spec.SendRows) -> None:

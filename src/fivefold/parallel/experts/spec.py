@@ -22,7 +22,6 @@ def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
 
 
 def _features(facts: ModelFacts, experts: Experts) -> int:
-    """Number of features of an expert."""
     assert experts.features is not None, "they are found with the facts"
     return facts.parameters[f"{experts.name}.down_proj"].shape[experts.features.read]
 
@@ -93,21 +92,16 @@ def _shared_over_tp(step: Step, experts: Experts, layer: str) -> Iterator[Call]:
 
 @dataclass(frozen=True)
 class SendRows(Edit):
-    """Send rows of tokens to the ranks of their experts."""
-
     kind = "forward"
     experts: Experts
 
 
 @dataclass(frozen=True)
 class RouteInFp32(Edit):
-    """Let a router compute in fp32, in a model that computes in 16 bits."""
-
     kind = "forward"
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Send rows to the ranks of their experts, and let routers compute in fp32."""
     placement = plan.placement
     part = placement.grid.shard_index(placement.rank, "ep").part
     for block in plan.facts.experts:

@@ -113,7 +113,6 @@ class Float8:
     def casts(
         self, which: Product, a_MK: Sequence[Tensor], b_NK: Sequence[Tensor]
     ) -> tuple[list[Rounded], list[Rounded]]:
-        """Cast the operands of a product to fp8."""
         return casts(which, self.recipe, self.agree, a_MK, b_NK)
 
     def input_again(self, x: Tensor, scales: Sequence[Tensor]) -> Tensor:
@@ -235,7 +234,6 @@ def _agreed(largest: list[Tensor], spans: Sequence[Sequence[Dim]], agree: Mappin
 
 
 def restored(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise fp8 numbers."""
     return (values.to(scale.dtype) / scale).to(dtype)
 
 
@@ -271,7 +269,6 @@ class Fp8Weight(Tensor):
         self.codes, self.scale = codes, scale
 
     def restored(self) -> Tensor:
-        """Dequantise the weight to a plain tensor."""
         return restored(self.codes, self.scale, self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

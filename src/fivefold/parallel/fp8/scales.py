@@ -106,7 +106,6 @@ class Fp8Scales(LivePart):
             self.history.end_step()
 
     def state(self) -> dict[str, Any]:
-        """The history, if there is one."""
         state = self.history.state()
         return {KEY: state} if state else {}
 

@@ -94,14 +94,12 @@ class Copies(LivePart):
                 )
 
     def hold(self) -> None:
-        """Keep the copies in place until `put_back`."""
         self.put_in()
         self.is_held = True
 
     # ---- hooks of the model ------------------------------------------------------------------------------------------
 
     def around_model(self, model: nn.Module, methods: Sequence[str]) -> None:
-        """Hook calls of the model and of its `methods`."""
         model.register_forward_pre_hook(lambda *_: self.put_in())
         if self._copied:
             model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
@@ -110,7 +108,6 @@ class Copies(LivePart):
             setattr(model, name, self._around(getattr(model, name)))
 
     def before_layer(self, layer: nn.Module) -> None:
-        """Cast the inputs of a layer."""
         layer.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
 
     def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:

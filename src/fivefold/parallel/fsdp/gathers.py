@@ -53,7 +53,6 @@ class Gather:
         return self._memory.take(size.numel() * dtype.itemsize).view(dtype).view(size)
 
     def there(self) -> Tensor:
-        """Return the shard on the device."""
         return self.shard if self._memory is None else self.shard.to(self._device, non_blocking=True)
 
     def largest(self) -> Tensor:

@@ -35,7 +35,6 @@ from fivefold.torch_internals import fsdp_cuts_own_shards, fsdp_drop_copy, fsdp_
 
 
 def builders(state: ParallelState) -> Builders:
-    """Builders that shard a model in place with FSDP2, or replace its parameters in compute (`copies.py`)."""
     model, mesh, plan = state.model, state.mesh, state.plan.feature(FsdpPlan)
     return {
         Shard: lambda edit: _shard(model.get_submodule(edit.path), edit.unit, mesh, state.reduce_dtype),

@@ -132,7 +132,6 @@ class FsdpPlan:
         return self._plan.matmuls.sent.get(name) or self._placement.rests_in(name, self._plan.layout.compute_bytes)
 
     def largest(self, unit: Unit) -> int:
-        """Numbers of the largest parameter that a unit gathers."""
         return max((prod(self._placement.gathered_shape(name)) for name in unit.parameters), default=0)
 
     def node_ranks(self, unit: Unit) -> int:
@@ -310,8 +309,6 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
 
 @dataclass(frozen=True)
 class Shard(Edit):
-    """Gather and reduce the parameters of a unit as one."""
-
     kind = "shard"
     unit: Unit
 
@@ -327,43 +324,32 @@ class PrefetchWithinStages(Edit):
 
 @dataclass(frozen=True)
 class KeepCopy(Edit):
-    """Let passes leave a secondary copy of a unit, on ranks of one node."""
-
     kind = "attribute"
     unit: Unit
 
 
 @dataclass(frozen=True)
 class SendOtherwise(Edit):
-    """Gather and reduce a unit within nodes and between them, or in eight bits."""
-
     kind = "attribute"
     unit: Unit
 
 
 @dataclass(frozen=True)
 class RestAsDTensors(Edit):
-    """Store parameters as DTensors if there is nothing to shard."""
-
     kind, needs_memory = "rest", True
 
 
 @dataclass(frozen=True)
 class StandIn(Edit):
-    """Replace parameters by other tensors in compute."""
-
     kind, needs_memory = "hook", True
 
 
 @dataclass(frozen=True)
 class CastInputs(Edit):
-    """Cast the inputs of a layer to its compute dtype."""
-
     kind, needs_memory = "pre-hook", True
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Shard units; without FSDP, replace parameters by other tensors."""
     fsdp, placement = plan.feature(FsdpPlan), plan.placement
     for unit in fsdp.sharded:
         axis = placement.grid.fsdp_axis(unit.over)

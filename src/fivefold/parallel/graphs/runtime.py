@@ -39,7 +39,6 @@ class Compiled(LivePart):
         return cls(state.plan.compiled)
 
     def block(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile `forward` of block `name`."""
         if not self.is_on:
             return forward
         compiled_versions(at_least=VERSIONS)
@@ -65,7 +64,6 @@ class Compiled(LivePart):
 
 
 def said(name: str, reason: str) -> str:
-    """Tell the user what happened at block `name`, and what to do."""
     return (
         f"torch.compile gave up at {name} after {compiled_versions()} versions of it: from here on it runs uncompiled, "
         f"and slower; train.compile: false does without compiling (Dynamo's reason: {reason})"
@@ -73,7 +71,6 @@ def said(name: str, reason: str) -> str:
 
 
 def builders(state: ParallelState) -> Builders:
-    """Builders that compile layers."""
     model, compiled = state.model, state.live(Compiled)
 
     def outside(edit: Outside) -> None:

@@ -50,13 +50,10 @@ class Outside(Edit):
 
 @dataclass(frozen=True)
 class Compile(Edit):
-    """Compile a layer."""
-
     kind = "forward"
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Compile layers."""
     graphs, again = plan.feature(GraphPlan), plan.recompute
     for block in plan.partition.of_layers(plan.placement.layers).tp_blocks if plan.compiled else ():
         layer = next(name for name in plan.placement.layers if is_within(block.row, [name]))

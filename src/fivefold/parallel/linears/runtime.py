@@ -17,8 +17,6 @@ from fivefold.parallel.tensor.runtime import TensorParallel
 
 @dataclass(frozen=True)
 class LinearsOfModel(LivePart):
-    """Multiplication of the linears of one model."""
-
     linears: Linears
 
     @classmethod
@@ -30,7 +28,6 @@ class LinearsOfModel(LivePart):
 
 
 def builders(state: ParallelState) -> Builders:
-    """Builders of linears."""
     model, linears = state.model, state.live(LinearsOfModel).linears
     reduce = state.live(TensorParallel).leave  # sums the partial products of a row
 

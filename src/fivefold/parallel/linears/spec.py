@@ -13,8 +13,6 @@ Role = Literal["column", "row", "dense", "latent"]  # see `ops/linear.py`
 
 @dataclass(frozen=True)
 class Multiply(Edit):
-    """Let a linear multiply as its role needs."""
-
     kind = "forward"
     role: Role
 

@@ -86,7 +86,6 @@ class SummedTask:
     scale: Tensor | None
 
     def chunks(self, head: Head) -> list[Chunk]:
-        """The chunks of the loss."""
         raise NotImplementedError
 
     def __call__(self, head: Head) -> Tensor:

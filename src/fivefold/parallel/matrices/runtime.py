@@ -70,6 +70,5 @@ def _cut(tensors: Sequence[Tensor], regions: Sequence[Sequence[Region]]) -> list
 
 
 def _paste(tensor: Tensor, regions: Sequence[Region], values: Tensor) -> None:
-    """Fill the regions of `tensor` with `values`, flat and consecutive."""
     for region, part in zip(regions, torch.split(values, [numel(region) for region in regions]), strict=True):
         tensor[region].copy_(part.view_as(tensor[region]))

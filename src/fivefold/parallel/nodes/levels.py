@@ -102,7 +102,6 @@ class Buffers:
     """How FSDP allocates what is sent and received."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate one buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -114,7 +113,6 @@ class Gather(Buffers):
         self._ranks, self._exchange, self._wire = ranks, exchange, wire
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
-        """Gather into `output_tensor`."""
         if group.size() != self._ranks:
             dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
         elif self._wire is None:
@@ -127,7 +125,6 @@ class Gather(Buffers):
 
 
 def in_one_level(group: dist.ProcessGroup) -> Exchange:
-    """Make an all-gather over all ranks at once."""
     return lambda received, sent: dist.all_gather_into_tensor(received, sent, group=group)
 
 
@@ -155,7 +152,6 @@ class Reduce(Buffers):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Sum into `output_tensor`."""
         assert op == dist.ReduceOp.SUM, op
         of_place = input_tensor.view(self._across.size(), -1)
         if self._node is not None:

@@ -137,7 +137,6 @@ class HostActivations:
         return whole.data  # with its count of in-place changes at zero
 
     def _fetch(self, own: Pass) -> None:
-        """Begin to copy a layer's saved tensors back."""
         away = own.away()
         if not away:
             return
@@ -182,7 +181,6 @@ class _Saving:
 
 
 def _inside(value: Any) -> list[Any]:
-    """Leaves of nested tuples, lists and dicts."""
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in _inside(item)]
     if isinstance(value, tuple | list):

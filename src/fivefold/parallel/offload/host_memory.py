@@ -69,7 +69,6 @@ def page_lock(buffer: Tensor) -> None:
 
 
 def unlock(buffer: Tensor) -> None:
-    """Undo `page_lock`."""
     _check(_runtime().cudaHostUnregister(buffer.data_ptr()))
 
 

@@ -56,7 +56,6 @@ class Offload(LivePart):
 
 
 def builders(state: ParallelState) -> Builders:
-    """Builders that let layers save in host memory."""
     model, offload = state.model, state.live(Offload)
 
     def offload_activations(edit: OffloadActivations) -> None:

@@ -21,7 +21,6 @@ class OffloadActivations(Edit):
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Keep the tensors that layers save in host memory."""
     firsts, lasts = plan.placement.stage_ends
     for layer in plan.placement.layers if plan.layout.offload_activations else ():
         why = "what it saves for backward lies in host memory"

@@ -43,7 +43,6 @@ class OuterSteps(LivePart):
 
     @property
     def is_on(self) -> bool:
-        """True if replicas train apart."""
         return self.plan.layout.outer_every > 0
 
     def is_due(self, step: int) -> bool:
@@ -79,7 +78,6 @@ class OuterSteps(LivePart):
         self._take_up()
 
     def _take_up(self) -> None:
-        """Let this replica go on from the outer weights."""
         for name, parameter in self._parameters.items():
             local(parameter).copy_(self.weights[name])
 

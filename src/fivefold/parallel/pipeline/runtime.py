@@ -73,7 +73,6 @@ class Pipeline(LivePart):
 
 
 def builders(state: ParallelState) -> Builders:
-    """Builders that put stubs into a model, in place of other ranks' modules."""
     return stage_builders(state.live(Pipeline).staged)
 
 

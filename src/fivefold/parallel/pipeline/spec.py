@@ -86,20 +86,15 @@ def calls(step: Step) -> Iterator[Call]:
 
 @dataclass(frozen=True)
 class Stages(Edit):
-    """Run the model one stage at a time."""
-
     kind = "attribute"
 
 
 @dataclass(frozen=True)
 class Stub(Edit):
-    """Replace a module of another stage by a stub."""
-
     kind = "stub"
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Replace modules of other stages by stubs."""
     stages, own = plan.placement.stages, set(plan.placement.own_stages)
     if stages.count == 1:
         return

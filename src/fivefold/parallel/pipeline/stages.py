@@ -47,12 +47,10 @@ class StageStub(nn.Module):
         self._in_tuple = in_tuple
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the hidden states given, after `passing`."""
         hidden = self.passing(args[0] if args else kwargs["hidden_states"])
         return (hidden,) if self._in_tuple else hidden
 
     def passing(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states unchanged."""
         return hidden
 
 
@@ -115,7 +113,6 @@ class StageModules:
     stubs: dict[str, nn.Module] = field(default_factory=dict)
 
     def is_last(self, stage: int) -> bool:
-        """True if the loss is computed in this stage."""
         return stage == self.plan.placement.stages.count - 1
 
     def shape(self, ids_BT: Tensor) -> tuple[int, int, int]:
@@ -124,7 +121,6 @@ class StageModules:
         return rows, self.tensor.share(self.context.share(length)), self.plan.facts.hidden_size
 
     def empty(self, ids_BT: Tensor) -> Tensor:
-        """Allocate such hidden states."""
         return torch.empty(self.shape(ids_BT), dtype=self.dtype, device=ids_BT.device)
 
     def check(self, stage: int, hidden_BTD: Tensor, ids_BT: Tensor) -> None:
@@ -170,7 +166,6 @@ def stage_builders(staged: StageModules) -> Builders:
 
 
 def _find_views(staged: StageModules) -> None:
-    """Find the modules that are put into the model while each of its stages runs."""
     model, plan, tensor = staged.model, staged.plan, staged.tensor
     stages, own = plan.placement.stages, set(plan.placement.own_stages)
     anatomy, in_tuples = plan.anatomy, plan.facts.in_tuples

@@ -32,7 +32,6 @@ class RecomputePlan:
         return frozenset(name for name in names if name not in last and not is_within(f"{name}.", routers))
 
     def keeps(self, weight: str) -> bool:
-        """True if selective recompute saves the product with a weight."""
         return weight.removesuffix(".weight") in self.linears
 
 
@@ -43,8 +42,6 @@ Saves = Literal["output", "sum", "nothing"]
 
 @dataclass(frozen=True)
 class SaveAttention(Edit):
-    """Let an attention module save its output for the second forward."""
-
     kind = "attribute"
 
 

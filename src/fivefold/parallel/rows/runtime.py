@@ -8,7 +8,6 @@ from fivefold.parallel.state import Builders, ParallelState
 
 
 def builders(state: ParallelState) -> Builders:
-    """Builders for rows."""
     model, cp = state.model, state.plan.layout.cp
 
     def refuse_long_rows(edit: RefuseLongRows) -> None:

@@ -33,7 +33,6 @@ class CountBehindPadding(Edit):
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Let a model see documents, not rows."""
     facts, base = plan.facts, plan.anatomy.base
     if facts.counted:
         yield RefuseLongRows(base, "rows", f"{facts.counted.name} counts the tokens of a row", facts.counted)

@@ -80,7 +80,6 @@ def mapping(
 
 
 def identity(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return `x` as it is."""
     return x.view_as(x)
 
 
@@ -130,10 +129,8 @@ gather_features = mapping(gather_blocks, sum_own_blocks)
 
 
 def feature_indices(blocks: tuple[Block, ...]) -> Tensor:
-    """Indices of the features of these blocks, in order."""
     return torch.cat([torch.arange(start, stop) for start, stop in blocks])
 
 
 def width(blocks: tuple[Block, ...]) -> int:
-    """Number of features in these blocks."""
     return sum(stop - start for start, stop in blocks)

@@ -140,7 +140,6 @@ class TensorParallel(LivePart):
 
 
 def builders(state: ParallelState) -> Builders:
-    """Builders that cut the parameters of a model and hook the modules around them."""
     model, fold = state.model, state.live(TensorParallel)
     places = cache(partial(parameter_places, model))  # as they are at the first cut: earlier edits add parameters
     entries = dict[TPInput, list[Tensor]]()

@@ -92,8 +92,6 @@ def _across(step: Step, module: str, groups: FeatureGroups) -> Iterator[Call]:
 
 @dataclass(frozen=True)
 class Cut(Edit):
-    """Cut a parameter to this rank's slice, of `shape`."""
-
     kind = "cut"
     name: str
     shape: tuple[int, ...]
@@ -116,15 +114,11 @@ class EnterHead(Edit):
 
 @dataclass(frozen=True)
 class WholeVocabulary(Edit):
-    """Gather the logits of the whole vocabulary after the head."""
-
     kind = "hook"
 
 
 @dataclass(frozen=True)
 class Positions(Edit):
-    """Give the base positions of the whole sequence."""
-
     kind = "pre-hook"
 
 
@@ -140,8 +134,6 @@ class Enter(Edit):
 
 @dataclass(frozen=True)
 class CountHeads(Edit):
-    """Let an attention module count this rank's heads."""
-
     kind = "attribute"
     block: TPBlock
 
@@ -155,7 +147,6 @@ class AllFeatures(Edit):
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Cut parameters, and pass tokens or partial sums between ranks."""
     if plan.layout.tp == 1:
         return
     anatomy, partition, rank = plan.anatomy, plan.partition, plan.placement.coords.tp
