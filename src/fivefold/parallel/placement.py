@@ -42,9 +42,6 @@ class StagePlan:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(stage for stage in range(self.count) if self.rank_of(stage) == rank)
 
-    def layers_of(self, rank: int) -> tuple[str, ...]:
-        return tuple(layer for stage in self.stages_of(rank) for layer in self.layers_of_stage(stage))
-
     def layers_of_stage(self, stage: int) -> tuple[str, ...]:
         return self.layers[slice(*self.splits[stage])]
 
@@ -148,7 +145,7 @@ class Placement:
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
-        return self.stages.layers_of(self.coords.pp)
+        return tuple(layer for stage in self.own_stages for layer in self.stages.layers_of_stage(stage))
 
     @cached_property
     def stage_ends(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -216,15 +213,11 @@ class Placement:
         """Bytes of this rank's part of one kind of the optimizer's state of a parameter."""
         return self._state_bytes(name, self.held_bytes(name, 1), master_bytes)
 
-    def whole_state_bytes(self, name: str, master_bytes: int) -> int:
-        """`state_bytes` of the whole parameter, over all ranks."""
-        return self._state_bytes(name, prod(self.shards[name].shape), master_bytes)
-
     def checkpoint_bytes(self, kept: Iterable[str], master_bytes: int) -> int:
         """Bytes of a checkpoint: weights and optimizer state, of each replica that trains apart. `kept`: the parameter
         of each tensor of state."""
         weights = sum(map(prod, self.stored_shapes.values())) * master_bytes
-        in_all = weights + sum(self.whole_state_bytes(name, master_bytes) for name in kept)
+        in_all = weights + sum(self._state_bytes(name, prod(self.shards[name].shape), master_bytes) for name in kept)
         copies = self.grid.layout.copies_apart
         return in_all if copies == 1 else outer.KEPT * weights + copies * in_all
 

@@ -109,7 +109,8 @@ def _probed(layout: Layout) -> Layout:
 def _errors(model: Any, layout: Layout, device: torch.device, parallelize: Parallelize) -> dict[str, float]:
     """Relative errors of the loss and of this rank's part of every gradient, in the order of the model."""
     whole = hf_internals.reference_model(model, _values(model)).to(device).eval()
-    ids_BT = torch.arange(TOKENS_PER_RANK * layout.tp, device=device).unsqueeze(0) % _vocabulary(model)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids_BT = torch.arange(TOKENS_PER_RANK * layout.tp, device=device).unsqueeze(0) % vocabulary
     expected_loss = nn.functional.cross_entropy(whole(input_ids=ids_BT, use_cache=False).logits[0, :-1], ids_BT[0, 1:])
     expected_loss.backward()  # type: ignore[no-untyped-call]
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
@@ -145,11 +146,6 @@ def _end_groups(model: Any) -> None:
     for group in dict.fromkeys(state_of(model).mesh.groups.values()):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-
-
-def _vocabulary(model: Any) -> int:
-    size: int = model.config.get_text_config().vocab_size
-    return size
 
 
 def _values(model: Any) -> dict[str, Tensor]:

@@ -6,10 +6,12 @@ ranks, accumulation and later folds agree by construction (and gloo, which has n
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import tensor as dtensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -29,7 +31,7 @@ from fivefold.parallel.fsdp.spec import (
     keeps_gathered,
 )
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.nodes.levels import Gather, Int8Wire, Part, Reduce, in_one_level, in_two_levels
+from fivefold.parallel.nodes.levels import Gather, Int8Wire, Part, Reduce, in_two_levels
 from fivefold.parallel.state import METHODS, Builders, ParallelState, state_of
 from fivefold.torch_internals import fsdp_cuts_own_shards, fsdp_drop_copy, fsdp_forget, fsdp_keep_copy, fsdp_sent
 
@@ -87,7 +89,7 @@ def _send_otherwise(model: nn.Module, unit: Unit, mesh: Mesh, plan: FsdpPlan) ->
         module.set_custom_reduce_scatter(Reduce(node, across, reduced))
         return
     if gathered:
-        module.set_custom_all_gather(Gather(whole.size(), in_one_level(whole), gathered))
+        module.set_custom_all_gather(Gather(whole.size(), partial(dist.all_gather_into_tensor, group=whole), gathered))
     if reduced:
         module.set_custom_reduce_scatter(Reduce(None, whole, reduced))
 

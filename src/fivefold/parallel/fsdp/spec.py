@@ -111,11 +111,13 @@ class FsdpPlan:
     def padded_sizes(self, unit: Unit) -> tuple[int, int]:
         """(numbers that a unit gathers, numbers that it reduces). FSDP pads dimension 0 up to a multiple of the shards:
         7 rows over 4 shards count as 8. 0 without FSDP: parameters and gradients are used in place."""
-        if not self.is_used:
-            return 0, 0
-        shards = self._placement.grid.fsdp_shards(unit.over)
-        sizes = {name: _padded(self._placement.gathered_shape(name), shards) for name in unit.parameters}
+        sizes = self._sizes(unit) if self.is_used else {}
         return sum(sizes.values()), sum(sizes[name] for name in sizes.keys() - unit.frozen)
+
+    def _sizes(self, unit: Unit) -> dict[str, int]:
+        """Numbers of each parameter of a unit that FSDP gathers, with padding."""
+        shards = self._placement.grid.fsdp_shards(unit.over)
+        return {name: _padded(self._placement.gathered_shape(name), shards) for name in unit.parameters}
 
     def gathered_bytes(self, unit: Unit) -> int:
         """Bytes that a unit gathers, with padding: numbers of the types in which they are sent. Without FSDP, bytes of
@@ -123,13 +125,9 @@ class FsdpPlan:
         if not self.is_used:
             own = set(unit.parameters).intersection(self.copied)
             return sum(prod(self._placement.gathered_shape(name)) for name in own) * self._plan.layout.compute_bytes
-        shards = self._placement.grid.fsdp_shards(unit.over)
-        shapes = {name: self._placement.gathered_shape(name) for name in unit.parameters}
-        return sum(int(_padded(shape, shards) * self._sent_in(name)) for name, shape in shapes.items())
-
-    def _sent_in(self, name: str) -> float:
-        """Bytes per number of a parameter that FSDP gathers."""
-        return self._plan.matmuls.sent.get(name) or self._placement.rests_in(name, self._plan.layout.compute_bytes)
+        sent, compute = self._plan.matmuls.sent, self._plan.layout.compute_bytes
+        each = {name: sent.get(name) or self._placement.rests_in(name, compute) for name in unit.parameters}
+        return sum(int(size * each[name]) for name, size in self._sizes(unit).items())
 
     def largest(self, unit: Unit) -> int:
         return max((prod(self._placement.gathered_shape(name)) for name in unit.parameters), default=0)
@@ -179,15 +177,12 @@ class FsdpPlan:
         in fp64)."""
         if not self.is_coded(unit):
             return self.gathered_bytes(unit)
-        shards, compute = self._placement.grid.fsdp_shards(unit.over), self._plan.layout.compute_bytes
-        sizes = {name: _padded(self._placement.gathered_shape(name), shards) for name in unit.parameters}
-        return sum(_coded_bytes(size, self.block(name), compute) for name, size in sizes.items())
+        compute = self._plan.layout.compute_bytes
+        return sum(_coded_bytes(size, self.block(name), compute) for name, size in self._sizes(unit).items())
 
     def reduced_bytes(self, unit: Unit, reduce_bytes: int) -> int:
         """Bytes of the gradients of a unit as they are sent between nodes, or in one level between all ranks."""
-        shards = self._placement.grid.fsdp_shards(unit.over)
-        names = [name for name in unit.parameters if name not in unit.frozen]
-        sizes = {name: _padded(self._placement.gathered_shape(name), shards) for name in names}
+        sizes = {name: size for name, size in self._sizes(unit).items() if name not in unit.frozen}
         return sum(_coded_bytes(size, self.reduced_block(name), reduce_bytes) for name, size in sizes.items())
 
     def sends(self, unit: Unit, reduce_bytes: int) -> dict[Sends, tuple[Call, ...]]:
@@ -230,14 +225,13 @@ class FsdpPlan:
     def unshards(self, micro_batches: int) -> Mapping[str, Unshards]:
         """Count how often FSDP gathers and reduces each unit of this rank in a step."""
         users = {unit.name: self.users(unit) for unit in self.units}
-        order = self._plan.feature(PipelinePlan).schedule(micro_batches).orders[self._placement.coords.pp]
+        order = self._plan.feature(PipelinePlan).order(micro_batches)
         copied = {unit.name for unit in self.units if self.node_ranks(unit)}
         return of_slots(order, users, micro_batches, self._placement.own_stages, self._plan.layout.zero, copied)
 
     def reduced_together(self, unit: Unit, micro_batches: int) -> list[frozenset[int]]:
         """The micro batches of each of this rank's reductions of a unit."""
-        order = self._plan.feature(PipelinePlan).schedule(micro_batches).orders[self._placement.coords.pp]
-        zero = self._plan.layout.zero
+        order, zero = self._plan.feature(PipelinePlan).order(micro_batches), self._plan.layout.zero
         return reduced_together(order, self.users(unit), micro_batches, self._placement.own_stages, zero)
 
 

@@ -124,10 +124,6 @@ class Gather(Buffers):
             self._wire.decode(received, output_tensor.view(self._ranks, -1), input_tensor.dtype)
 
 
-def in_one_level(group: dist.ProcessGroup) -> Exchange:
-    return lambda received, sent: dist.all_gather_into_tensor(received, sent, group=group)
-
-
 def in_two_levels(node: dist.ProcessGroup, across: dist.ProcessGroup) -> Exchange:
     """Make an all-gather between nodes, and then within them."""
     nodes, ranks = across.size(), node.size()

@@ -121,7 +121,7 @@ def layers_in_flight(plan: ParallelPlan, micro_batches: int) -> dict[str, int]:
 def rank_in_flight(plan: ParallelPlan, micro_batches: int) -> InFlight:
     """Count micro batches in flight on this rank."""
     layers = [last - first for first, last in plan.placement.stages.splits]
-    return in_flight(plan.feature(PipelinePlan).schedule(micro_batches).orders[plan.placement.coords.pp], layers)
+    return in_flight(plan.feature(PipelinePlan).order(micro_batches), layers)
 
 
 def in_flight(order: Sequence[Slot], layers: Sequence[int]) -> InFlight:

@@ -1,6 +1,6 @@
 """Order of the passes of a plan. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -44,6 +44,10 @@ class PipelinePlan:
         """Make the order of the passes; without a pipeline, of one stage. Raises `UserError` if it does not take so
         many micro batches."""
         return _schedule(self._plan.layout, micro_batches)
+
+    def order(self, micro_batches: int) -> Sequence[Slot]:
+        """The slots of this rank."""
+        return self.schedule(micro_batches).orders[self._plan.placement.coords.pp]
 
     def slot_duration(self, slot: Slot) -> float:
         """Duration of a slot from the cost of its stage. The forward of a stage of mean cost takes 1."""
