@@ -20,10 +20,10 @@ from fivefold.models.discover import facts_of
 from fivefold.parallel import legality
 from fivefold.parallel.collectives import by_group, differing, summed, total
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.in_order import mean_in_order
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
+from fivefold.parallel.nodes.levels import mean_in_order
 from fivefold.parallel.outer import spec
 from fivefold.parallel.outer.runtime import OuterSteps
 from fivefold.parallel.recorder import record

@@ -52,7 +52,7 @@ from fivefold.planner.timing import (
 )
 
 # Bytes that one number of fp32 moves through memory when it is coded in eight bits, decoded, and added up
-# (`parallel/nodes/levels.py`, `in_order.py`): each operation there reads and writes all numbers.
+# (`parallel/nodes/levels.py`): each operation there reads and writes all numbers.
 ENCODING, DECODING, SUMMING = 51, 25, 12
 AXES = {"tp": "tp", "cp": "cp", "cp_ring": "cp", "cp_ulysses": "cp", "ep": "ep"}  # axis of a micro batch -> item
 Forward = tuple[tuple[Product, ...], float, float, float]  # matmuls; seconds of matmuls, attention, memory traffic

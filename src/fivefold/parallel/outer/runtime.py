@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.in_order import mean_in_order
+from fivefold.parallel.nodes.levels import mean_in_order
 from fivefold.parallel.outer.spec import averaged, buckets
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.state import LivePart, ParallelState
