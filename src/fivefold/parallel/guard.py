@@ -14,17 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fivefold.core.errors import UserError
 from fivefold.models.hf_internals import implementations
 from fivefold.parallel.fsdp.copies import before_backward
 from fivefold.parallel.fsdp.runtime import put_in_order, reshard
 from fivefold.parallel.fsdp.spec import FsdpPlan
-from fivefold.parallel.parts import AssembledParameter, PartOfParameter
+from fivefold.parallel.parts import AssembledParameter, PartOfParameter, refused
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.state import state_of
 from fivefold.torch_internals import is_in_backward
-
-READ_MORE = "fivefold docs howto/python"
 
 
 def install(model: Any) -> None:
@@ -43,24 +40,21 @@ def install(model: Any) -> None:
         if guard.is_library:
             return None
         if pipelined:
-            raise UserError(
+            raise refused(
                 "pp: this rank has only some of the model's layers, so the model cannot be called on it",
-                fix="ff.train_step(model, optimizer, batch), ff.evaluate(model, batches), or ff.logits(model, batch)",
-                more=READ_MORE,
+                "ff.train_step(model, optimizer, batch), ff.evaluate(model, batches), or ff.logits(model, batch)",
             )
         keys = ("output_hidden_states", "output_attentions")
         asked = [key for key in keys if kwargs.get(key, getattr(model.config, key, False))]
         if asked and dist.get_world_size() > 1:
-            raise UserError(
+            raise refused(
                 f"{asked[0]} over several ranks: each has other tokens, and nobody puts them together",
-                fix=f"leave {asked[0]} out, or ask for it in one process",
-                more=READ_MORE,
+                f"leave {asked[0]} out, or ask for it in one process",
             )
         if plan.splits_sequence and kwargs.get("inputs_embeds") is not None:
-            raise UserError(
+            raise refused(
                 "inputs_embeds under tp with sequence parallel: the embedding gives each rank its tokens",
-                fix="pass input_ids, or a layout with +nosp",
-                more=READ_MORE,
+                "pass input_ids, or a layout with +nosp",
             )
         if not is_in_backward():  # backward reruns a model that is checkpointed as a whole
             put_in_order(model)
@@ -75,10 +69,9 @@ def install(model: Any) -> None:
         if guard.is_library:
             return None
         if not guard.is_called:
-            raise UserError(
+            raise refused(
                 "the base of a parallelized model cannot be called by itself: its parameters come with the whole",
-                fix="model(input_ids=...).logits; for a loss model.backward(batch), or ff.evaluate(model, batches)",
-                more=READ_MORE,
+                "model(input_ids=...).logits; for a loss model.backward(batch), or ff.evaluate(model, batches)",
             )
         if recomputes and torch.is_grad_enabled() and kwargs.get("past_key_values") is None:
             kwargs = {**kwargs, "use_cache": False}  # a second forward would append to the cache
@@ -86,10 +79,9 @@ def install(model: Any) -> None:
 
     def before_part(part: nn.Module, args: tuple[Any, ...]) -> None:
         if not (guard.is_library or guard.is_called):
-            raise UserError(
+            raise refused(
                 f"{type(part).__name__} cannot be called by itself: a rank has some of its tokens, or nothing of it",
-                fix="ff.logits(model, batch), or a layout with +nosp and without pp",
-                more=READ_MORE,
+                "ff.logits(model, batch), or a layout with +nosp and without pp",
             )
 
     def after(_: nn.Module, args: Any, output: Any) -> None:
@@ -149,10 +141,9 @@ def check_parameters(model: Any) -> None:
         if found.get(name) is not parameter
         or (isinstance(parameter, DTensor) and not isinstance(parameter, AssembledParameter))
     ]:
-        raise UserError(
+        raise refused(
             f"{other[0]} is another tensor than the one that ff.parallelize put there, and would be passed over",
-            fix="with torch.no_grad(): parameter.copy_(values), or put it there before ff.parallelize",
-            more=READ_MORE,
+            "with torch.no_grad(): parameter.copy_(values), or put it there before ff.parallelize",
         )
 
 
@@ -162,21 +153,19 @@ def check_inside(model: Any) -> None:
     if layout.world > 1 and (found := implementations(model)) != guard.implementations:
         now, ours = next(pair for pair in zip(found, guard.implementations, strict=True) if pair[0] != pair[1])
         kind, at = ("attention", 0) if now[0] != ours[0] else ("experts", 1)
-        raise UserError(
+        raise refused(
             f"the model was given other {kind} ({now[at]}) after ff.parallelize, which does not know the other ranks",
-            fix=f'model.set_{"attn" if at == 0 else kind}_implementation("{ours[at]}"), or look at it in one process',
-            more=READ_MORE,
+            f'model.set_{"attn" if at == 0 else kind}_implementation("{ours[at]}"), or look at it in one process',
         )
     share_rows = layout.world // (layout.data_ranks * layout.pp)  # ranks: by tokens, features or both
     for at, (name, hook) in hooks_inside(model).items() if share_rows > 1 else ():
         # Those of transformers collect what passes.
         is_theirs = str(getattr(hook, "__module__", "")).startswith("transformers.")
         if not (at in guard.hooks or is_theirs or getattr(hook, "is_elementwise", False)):
-            raise UserError(
+            raise refused(
                 f"{name} has a hook, which under {layout} would see this rank's part of the tokens or features",
-                fix="a layout without tp and cp; where it treats each number by itself, or reads none: "
+                "a layout without tp and cp; where it treats each number by itself, or reads none: "
                 "hook.is_elementwise = True",
-                more=READ_MORE,
             )
 
 
@@ -193,38 +182,34 @@ def _by_name(model: Any) -> dict[str, nn.Parameter]:
 
 def refuse_gradient_hook(hook: Any, **_: Any) -> None:
     """Stand in for a parameter's `register_hook`: raise `UserError`, because no hook sees the whole of a gradient."""
-    raise UserError(
+    raise refused(
         "a hook of a parameter's gradient (register_hook) would never be called here, or see a part of it",
-        fix="change parameter.grad after loss = model.backward(batch), before the optimizer's step",
-        more=READ_MORE,
+        "change parameter.grad after loss = model.backward(batch), before the optimizer's step",
     )
 
 
 def refuse_accumulated_hook(hook: Any, **_: Any) -> None:
     """Stand in for `register_post_accumulate_grad_hook`: raise `UserError`, because the gradient is summed over ranks
     when the whole backward has run."""
-    raise UserError(
+    raise refused(
         "a hook behind a parameter's gradient (register_post_accumulate_grad_hook) would see a part of its sum",
-        fix="step, or change parameter.grad, after loss = model.backward(batch); a layout without tp takes such hooks",
-        more=READ_MORE,
+        "step, or change parameter.grad, after loss = model.backward(batch); a layout without tp takes such hooks",
     )
 
 
 def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Hook of a part of the model that raises `UserError`: a state_dict of it has parts in shapes that look whole."""
-    raise UserError(
+    raise refused(
         f"state_dict() of a part ({type(module).__name__}) of a parallelized model is refused",
-        fix="ff.gather(model) has whole tensors by name",
-        more=READ_MORE,
+        "ff.gather(model) has whole tensors by name",
     )
 
 
 def refuse_backward(_: Tensor) -> None:
     """Hook of a tensor that raises `UserError` when a gradient reaches it."""
-    raise UserError(
+    raise refused(
         "backward() outside of fivefold: over several ranks the gradients would be wrong, for nobody sums them",
-        fix="loss = model.backward(batch) in place of loss.backward(), or ff.train_step(model, optimizer, batch)",
-        more=READ_MORE,
+        "loss = model.backward(batch) in place of loss.backward(), or ff.train_step(model, optimizer, batch)",
     )
 
 

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from fivefold.core.errors import UserError, first_line
 from fivefold.torch_internals import Dispatch, of_one, without_torch_function
 
-READ_MORE = "fivefold docs howto/python"
 _HOST = ("tolist", "numpy", "__array__")  # they read numbers without an operator
 
 
@@ -66,10 +65,9 @@ class AssembledParameter(DTensor):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        raise UserError(
+        raise refused(
             "parameter.data = values would change nothing: the parameter is computed with from where its parts lie",
-            fix="with torch.no_grad(): parameter.copy_(values); to put it back, keep parameter.detach().clone()",
-            more=READ_MORE,
+            "with torch.no_grad(): parameter.copy_(values); to put it back, keep parameter.detach().clone()",
         )
 
     def __deepcopy__(self, memo: dict[int, nn.Parameter]) -> nn.Parameter:
@@ -89,12 +87,16 @@ def _watched(name: str, operator: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return operator(*args, **kwargs)
 
 
+def refused(what: str, fix: str) -> UserError:
+    """An error of a loop of the user's own."""
+    return UserError(what, fix=fix, more="fivefold docs howto/python")
+
+
 def _refusal(name: str, why: str = "it would be of this part alone, and clipping by it wrong") -> UserError:
-    return UserError(
+    return refused(
         f"{name.strip('_')} of a parameter or gradient of which this rank holds a part: {why}",
-        fix="norm = ff.clip_grad_norm_(model, max_norm) in place of torch.nn.utils.clip_grad_norm_, inf for the norm "
+        "norm = ff.clip_grad_norm_(model, max_norm) in place of torch.nn.utils.clip_grad_norm_, inf for the norm "
         "alone; ff.gather(model, gradients=True) has whole tensors, ff.scatter(model, {name: values}) parts of them",
-        more=READ_MORE,
     )
 
 
