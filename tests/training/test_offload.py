@@ -94,7 +94,7 @@ class LateLane:
 
 class LateCopies:
     """`meet` orders what the device does next, and the host may still read what was there before; `wait` is the
-    host's."""
+    host's, too."""
 
     forgotten = 0  # which nobody met: on a GPU the memory that they read is given away meanwhile
     homes: ClassVar[set[int]] = set()  # memory of the host
@@ -110,7 +110,7 @@ class LateCopies:
             target.copy_(values)
 
     def wait(self) -> None:
-        self._end()
+        self.meet()
         self.arrive()
 
     def meet(self) -> None:

@@ -128,27 +128,23 @@ class Fp8Plan:
 def violations(plan: ParallelPlan) -> Iterator[Violation]:
     """Every rank must cast the numbers that one process would cast together: no rank has a part of a gradient, or of a
     block with one scale."""
-    layout = plan.layout
-    layers = len(plan.anatomy.layers)
+    layout, layers, more = plan.layout, len(plan.anatomy.layers), "fivefold docs explain/fp8"
     if layout.fp8 != "none" and layout.fp8_high_layers * 2 >= layers:
         what = f"fp8_high_layers {layout.fp8_high_layers} at each end leaves none of {many(layers, 'layer')} to fp8"
-        yield Violation("fp8_high_layers", what, f"at most {(layers - 1) // 2}", more="fivefold docs explain/fp8")
+        yield Violation("fp8_high_layers", what, f"at most {(layers - 1) // 2}", more=more)
     if layout.expert_tp and plan.facts.experts and layout.fp8 != "none":
-        yield Violation(
-            "expert_tp", "fp8 does not multiply experts that are split over tp", "set layout.expert_tp: false"
-        )
+        what = "fp8 does not multiply experts that are split over tp"
+        yield Violation("expert_tp", what, "set layout.expert_tp: false")
     for linear in plan.feature(Fp8Plan).linears:
         spec = plan.placement.shards[linear.name]
         if spec.splits and spec.replicas > 1:
             what = f"fp8 {layout.fp8}: tp {layout.tp} ranks share {linear.name}, and each has a part of its gradient"
-            yield Violation(
-                "tp", what, f"use tp {layout.tp // spec.replicas} or less", more="fivefold docs explain/fp8"
-            )
+            yield Violation("tp", what, f"use tp {layout.tp // spec.replicas} or less", more=more)
         block = RECIPES[layout.fp8].block
         edges = {edge for part in spec.held for blocks in part for bounds in blocks for edge in bounds}
         if spec.splits and any(edge % block for edge in edges - {*spec.shape}):
             what = f"fp8 {layout.fp8} has blocks of {block} features, and tp {layout.tp} cuts {linear.name} inside one"
-            yield Violation("tp", what, "use less tp, or fp8 rowwise", more="fivefold docs explain/fp8")
+            yield Violation("tp", what, "use less tp, or fp8 rowwise", more=more)
 
 
 def calls(step: Step) -> Iterator[Call]:

@@ -116,9 +116,10 @@ class Copies:
         self.event, self.pairs = None, ()
 
     def wait(self) -> None:
-        """Make the host wait for these copies."""
+        """Make the host wait for these copies, and all later work of the compute stream."""
         if self.event is not None:
             self.event.synchronize()
+        self.meet()
 
 
 class Lane:

@@ -126,7 +126,6 @@ class OptimizerStates:
             leaving.meet()
             leaving = self._put(optimizer, part, weights=weights)
         leaving.wait()  # readers of host memory wait for no stream
-        leaving.meet()
 
     @contextmanager
     def there(self, parameter: Tensor) -> Iterator[Tensor]:
@@ -138,16 +137,12 @@ class OptimizerStates:
         home, values = self._weights[parameter], torch.empty_like(self._weights[parameter], device=self._device)
         self._inward.copy([(values, home)]).meet()
         yield values
-        copies = self._outward.copy([(home, values)])
-        copies.wait()
-        copies.meet()
+        self._outward.copy([(home, values)]).wait()
 
     def keep(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
         """Move the state of a parameter, which was set anew, to host memory."""
         if self.is_on:
-            copies = self._put(optimizer, [parameter], weights=False)
-            copies.wait()
-            copies.meet()
+            self._put(optimizer, [parameter], weights=False).wait()
 
     def reserve(self, optimizer_bytes: int, tensors: int) -> None:
         """Reserve room for state of so many bytes in so many tensors."""
