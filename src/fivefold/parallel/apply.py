@@ -86,7 +86,7 @@ def parallelize(
     apply, todo = builders(state), features.edits(plan)
     for edit in todo:
         if not edit.needs_memory:
-            apply[type(edit)](edit)
+            apply[type(edit)](model.get_submodule(edit.path), edit)
     gathers = gather_parameters(state)
     _tie(model, facts.anatomy)
     for part in state.parts:
@@ -97,7 +97,7 @@ def parallelize(
         register_fsdp_forward_method(model, method)
     for edit in todo:
         if edit.needs_memory:
-            apply[type(edit)](edit)
+            apply[type(edit)](model.get_submodule(edit.path), edit)
     for part in state.parts:
         part.end_edits(state)
     model.fivefold = state

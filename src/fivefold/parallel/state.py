@@ -20,7 +20,7 @@ from fivefold.parallel.plan import Edit, ParallelPlan
 from fivefold.parallel.sharding import Region
 
 _AT_ONCE = 2**26  # bytes read, or drawn, at a time
-Builders = Mapping[type[Edit], Callable[[Any], None]]  # class of an edit -> the function that applies it
+Builders = Mapping[type[Edit], Callable[[Any, Any], Any]]  # class of an edit -> what applies it to (module, edit)
 METHODS = "run_stage", "stage_logits"  # that run a model, besides its forward
 
 

@@ -74,8 +74,7 @@ def dropped_in_evaluation() -> Any:
     plain = runtime.builders
 
     def builders(state: ParallelState) -> Any:
-        def drop_output(edit: DropOutput) -> None:
-            module = state.model.get_submodule(edit.path)
+        def drop_output(module: Any, edit: DropOutput) -> None:
             drop = state.live(Dropout).site(edit.site, ((0, edit.site.features),))
             module.forward = lambda x: drop(x, module.p)
 

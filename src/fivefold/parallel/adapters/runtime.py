@@ -96,18 +96,13 @@ def _low_rank(linears: Linears, x_SI: Tensor, counts_E: Tensor, a: Tensor, b: Te
 
 
 def builders(state: ParallelState) -> Builders:
-    model, lora = state.model, state.live(Adapter).lora
+    lora = state.live(Adapter).lora
     scale = lora.scale if lora else 0.0
-
-    def send_gradient(edit: SendGradient) -> None:
-        embedding = model.get_submodule(edit.path)
-        embedding.forward = _with_gradient(embedding.forward)
-
     return {
-        Freeze: lambda edit: _freeze(model),
-        Attach: lambda edit: _attach(model.get_submodule(edit.path), edit, scale),
-        SendGradient: send_gradient,
-        RestFrozen: lambda edit: _rest_frozen(model, state.dtype),
+        Freeze: lambda model, _: _freeze(model),
+        Attach: lambda module, edit: _attach(module, edit, scale),
+        SendGradient: lambda embedding, _: setattr(embedding, "forward", _with_gradient(embedding.forward)),
+        RestFrozen: lambda model, _: _rest_frozen(model, state.dtype),
     }
 
 

@@ -324,7 +324,7 @@ def _parts(output: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def builders(state: ParallelState) -> Builders:
     balance = state.live(Balance)
-    return {WatchRouter: lambda edit: balance.watch(state.model, edit.experts)}
+    return {WatchRouter: lambda _, edit: balance.watch(state.model, edit.experts)}
 
 
 def configure(model: nn.Module, balance: Balance, options: BalanceOptions, buffers: Collection[str]) -> None:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
 from fivefold.core.model_limits import CPMethod
@@ -46,6 +46,7 @@ from fivefold.parallel.context.kv_exchange import (
 from fivefold.parallel.context.spec import SharedRows
 from fivefold.parallel.graphs.runtime import Compiled
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.plan import Edit
 from fivefold.parallel.ranks import Tokens, tokens_by_rank
 from fivefold.parallel.state import Builders, LivePart, ParallelState
 from fivefold.parallel.tensor.mappings import mapping
@@ -284,20 +285,20 @@ def _attended(q: Tensor, kv: Tensor, sinks: Tensor | None, job: CPAttentionArgs)
 
 
 def builders(state: ParallelState) -> Builders:
-    model, fold = state.model, state.live(ContextParallel)
+    fold = state.live(ContextParallel)
 
-    def cut_rows(edit: spec.CutRows) -> None:  # prepended: before anything counts tokens
-        model.get_submodule(edit.path).register_forward_pre_hook(_cut_rows(fold), with_kwargs=True, prepend=True)
+    def cut_rows(base: nn.Module, _: Edit) -> None:  # prepended: before anything counts tokens
+        base.register_forward_pre_hook(_cut_rows(fold), with_kwargs=True, prepend=True)
 
-    def whole_rows(edit: spec.WholeRows) -> None:
-        model.get_submodule(edit.path).register_forward_hook(
+    def whole_rows(head: nn.Module, _: Edit) -> None:
+        head.register_forward_hook(
             lambda _, args, out: _gather_rows(out, fold) if fold.is_on and not fold.head_in_chunks else out
         )
 
     return {
         spec.CutRows: cut_rows,
         spec.WholeRows: whole_rows,
-        spec.Exchange: lambda edit: setattr(model.get_submodule(edit.path), CONTEXT, fold),
+        spec.Exchange: lambda attention, _: setattr(attention, CONTEXT, fold),
     }
 
 

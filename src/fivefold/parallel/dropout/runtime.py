@@ -188,27 +188,24 @@ def _check(x: Tensor, hashes: Tensor, site: DropoutSite) -> None:
 
 
 def builders(state: ParallelState) -> Builders:
-    model, dropout = state.model, state.live(Dropout)
+    dropout = state.live(Dropout)
 
-    def drop_output(edit: DropOutput) -> None:
-        module: Any = model.get_submodule(edit.path)
+    def drop_output(module: Any, edit: DropOutput) -> None:
         drop = dropout.site(edit.site, ((0, edit.site.features),))
         module.forward = lambda x: drop(x, module.p) if module.training else x
 
-    def drop_calls(edit: DropCalls) -> None:
-        module = model.get_submodule(edit.path)
+    def drop_calls(module: Any, edit: DropCalls) -> None:
         drops = [dropout.site(site, ((0, site.features),)) for site in edit.sites if site.kind != "noise"]
         noises = [site for site in edit.sites if site.kind == "noise"]
         fills, hidden_size = [*map(dropout.noise, noises)], noises[0].features if noises else 0
         module.forward = _with_calls(edit.path, module.forward, drops, fills, hidden_size)
 
-    def drop_input(edit: DropInput) -> None:
-        linear: Any = model.get_submodule(edit.path)
+    def drop_input(linear: Any, edit: DropInput) -> None:
         drop, branch, p = dropout.site(edit.site, edit.features), linear.branch, edit.site.p
         linear.branch = lambda x: branch(drop(x, p) if linear.training else x)
 
-    def add_noise(edit: AddNoise) -> None:
-        embedding, add = model.get_submodule(edit.path), dropout.neftune(edit.site)
+    def add_noise(embedding: Any, edit: AddNoise) -> None:
+        add = dropout.neftune(edit.site)
         embedding.register_forward_hook(lambda module, _, out: add(out) if module.training else out)
 
     return {
@@ -216,9 +213,7 @@ def builders(state: ParallelState) -> Builders:
         DropOutput: drop_output,
         DropCalls: drop_calls,
         DropInput: drop_input,
-        DropProbabilities: lambda edit: setattr(
-            model.get_submodule(edit.path), DROPS, dropout.attention(edit.site, edit.heads)
-        ),
+        DropProbabilities: lambda module, edit: setattr(module, DROPS, dropout.attention(edit.site, edit.heads)),
     }
 
 

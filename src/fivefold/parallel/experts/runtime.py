@@ -126,18 +126,14 @@ class ExpertParallel(LivePart):
 
 
 def builders(state: ParallelState) -> Builders:
-    model, fold = state.model, state.live(ExpertParallel)
+    fold = state.live(ExpertParallel)
 
-    def send_rows(edit: spec.SendRows) -> None:
-        module = model.get_submodule(edit.path)
+    def send_rows(module: Any, edit: spec.SendRows) -> None:
         fold.names[module] = edit.path
         forward = partial(fold.forward, module, edit.experts.experts)
         module.forward = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
 
-    return {
-        spec.SendRows: send_rows,
-        spec.RouteInFp32: lambda edit: route_in_fp32(model.get_submodule(edit.path)),
-    }
+    return {spec.SendRows: send_rows, spec.RouteInFp32: lambda router, _: route_in_fp32(router)}
 
 
 def _arguments(given: Sequence[Any], named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

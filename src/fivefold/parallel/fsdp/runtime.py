@@ -37,15 +37,15 @@ from fivefold.torch_internals import fsdp_cuts_own_shards, fsdp_drop_copy, fsdp_
 
 
 def builders(state: ParallelState) -> Builders:
-    model, mesh, plan = state.model, state.mesh, state.plan.feature(FsdpPlan)
+    mesh, plan = state.mesh, state.plan.feature(FsdpPlan)
     return {
-        Shard: lambda edit: _shard(model.get_submodule(edit.path), edit.unit, mesh, state.reduce_dtype),
-        KeepCopy: lambda edit: leave_after_forward(model.get_submodule(edit.path), edit.unit, mesh),
-        SendOtherwise: lambda edit: _send_otherwise(model, edit.unit, mesh, plan),
-        PrefetchWithinStages: lambda edit: _prefetch_within(model, edit.stages),
-        RestAsDTensors: lambda edit: rest_in_dtensors(model, mesh),
-        StandIn: lambda edit: state.live(Copies).around_model(model, METHODS),
-        CastInputs: lambda edit: state.live(Copies).before_layer(model.get_submodule(edit.path)),
+        Shard: lambda module, edit: _shard(module, edit.unit, mesh, state.reduce_dtype),
+        KeepCopy: lambda module, edit: leave_after_forward(module, edit.unit, mesh),
+        SendOtherwise: lambda _, edit: _send_otherwise(state.model, edit.unit, mesh, plan),
+        PrefetchWithinStages: lambda model, edit: _prefetch_within(model, edit.stages),
+        RestAsDTensors: lambda model, _: rest_in_dtensors(model, mesh),
+        StandIn: lambda model, _: state.live(Copies).around_model(model, METHODS),
+        CastInputs: lambda layer, _: state.live(Copies).before_layer(layer),
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 
 from fivefold.parallel.graphs.spec import Compile, Outside
+from fivefold.parallel.plan import Edit
 from fivefold.parallel.state import Builders, LivePart, ParallelState
 from fivefold.torch_internals import compiled_versions, heard_from_dynamo, keep_headers
 
@@ -71,14 +72,12 @@ def said(name: str, reason: str) -> str:
 
 
 def builders(state: ParallelState) -> Builders:
-    model, compiled = state.model, state.live(Compiled)
+    compiled = state.live(Compiled)
 
-    def outside(edit: Outside) -> None:
-        row = model.get_submodule(edit.path)
+    def outside(row: Any, _: Edit) -> None:
         row.forward = torch.compiler.disable(row.forward)  # type: ignore[no-untyped-call]
 
-    def compile_layer(edit: Compile) -> None:
-        layer = model.get_submodule(edit.path)
+    def compile_layer(layer: Any, edit: Edit) -> None:
         layer.forward = compiled.block(edit.path, layer.forward)
 
     return {Outside: outside, Compile: compile_layer}

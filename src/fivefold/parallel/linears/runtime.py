@@ -31,15 +31,10 @@ def builders(state: ParallelState) -> Builders:
     model, linears = state.model, state.live(LinearsOfModel).linears
     reduce = state.live(TensorParallel).leave  # sums the partial products of a row
 
-    def multiply(edit: spec.Multiply) -> None:
-        place(
-            model.get_submodule(edit.path),
-            edit.role,
-            linears.of(edit.path),
-            reduce=reduce if edit.role == "row" else None,
-        )
+    def multiply(linear: nn.Module, edit: spec.Multiply) -> None:
+        place(linear, edit.role, linears.of(edit.path), reduce=reduce if edit.role == "row" else None)
 
-    def multiply_together(edit: spec.MultiplyTogether) -> None:
+    def multiply_together(_: nn.Module, edit: spec.MultiplyTogether) -> None:
         place_together([model.get_submodule(name) for name in edit.modules], "column", linears)
 
     return {spec.Multiply: multiply, spec.MultiplyTogether: multiply_together}

@@ -56,11 +56,10 @@ class Offload(LivePart):
 
 
 def builders(state: ParallelState) -> Builders:
-    model, offload = state.model, state.live(Offload)
+    offload = state.live(Offload)
 
-    def offload_activations(edit: OffloadActivations) -> None:
+    def offload_activations(layer: Any, edit: OffloadActivations) -> None:
         assert offload.activations is not None, "the layout offloads them"
-        layer = model.get_submodule(edit.path)
         layer.forward = offload.activations.layer(layer, layer.forward, is_first=edit.is_first, is_last=edit.is_last)
 
     return {OffloadActivations: offload_activations}

@@ -160,8 +160,8 @@ def _given_out(slot: _Slot | None) -> Tensor:
 def stage_builders(staged: StageModules) -> Builders:
     """Builders that put stubs into a model, in place of other ranks' modules."""
     return {
-        Stages: lambda edit: _find_views(staged),
-        Stub: lambda edit: _place(staged.model, {edit.path: staged.stubs[edit.path]}),
+        Stages: lambda *_: _find_views(staged),
+        Stub: lambda _, edit: _place(staged.model, {edit.path: staged.stubs[edit.path]}),
     }
 
 

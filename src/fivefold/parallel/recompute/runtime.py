@@ -19,23 +19,18 @@ _SAVING: dict[Saves, Callable[[Forward], Forward]] = {
 
 def builders(state: ParallelState) -> Builders:
     """Builders of recompute. What saves results runs outside of graphs."""
-    model = state.model
     outside: Callable[..., Any] = torch.compiler.disable if state.plan.compiled else lambda forward: forward
 
-    def save_linear(edit: SaveLinear) -> None:
-        linear = model.get_submodule(edit.path)
+    def save_linear(linear: Any, edit: SaveLinear) -> None:
         linear.forward = outside(_SAVING[edit.saves](linear.forward))
 
-    def recompute(edit: Recompute) -> None:
+    def recompute(layer: Any, edit: Recompute) -> None:
         around = graph_contexts if edit.in_graph else contexts
         more: dict[str, Any] = {"context_fn": around} if edit.is_selective else {}
-        layer = model.get_submodule(edit.path)
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **more)
 
     return {
-        SaveAttention: lambda edit: setattr(
-            model.get_submodule(edit.path), KEEPS, lambda forward: outside(save_outputs(forward))
-        ),
+        SaveAttention: lambda module, _: setattr(module, KEEPS, lambda forward: outside(save_outputs(forward))),
         SaveLinear: save_linear,
         Recompute: recompute,
     }

@@ -28,6 +28,7 @@ from fivefold.models import hf_internals
 from fivefold.models.facts import TPBlock, TPInput
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.plan import Edit
 from fivefold.parallel.sharding import Block
 from fivefold.parallel.state import Builders, LivePart, ParallelState
 from fivefold.parallel.tensor.mappings import (
@@ -144,37 +145,32 @@ def builders(state: ParallelState) -> Builders:
     places = cache(partial(parameter_places, model))  # as they are at the first cut: earlier edits add parameters
     entries = dict[TPInput, list[Tensor]]()
 
-    def lookup(edit: Lookup) -> None:
-        embedding: Any = model.get_submodule(edit.path)
+    def lookup(embedding: Any, edit: Lookup) -> None:
         embedding.forward = _vocabulary_lookup(embedding, edit.rows, fold)
 
-    def enter_head(edit: EnterHead) -> None:
-        model.get_submodule(edit.path).register_forward_pre_hook(
+    def enter_head(head: nn.Module, _: Edit) -> None:
+        head.register_forward_pre_hook(
             lambda _, args: args if fold.head_in_chunks else (fold.enter(args[0]), *args[1:])
         )
 
-    def whole_vocabulary(edit: WholeVocabulary) -> None:
-        model.get_submodule(edit.path).register_forward_hook(
+    def whole_vocabulary(head: nn.Module, _: Edit) -> None:
+        head.register_forward_hook(
             lambda _, args, logits: (
                 logits if fold.head_in_chunks else gather_vocabulary(logits, fold.group, fold.vocabulary)
             )
         )
 
-    def positions(edit: Positions) -> None:
-        model.get_submodule(edit.path).register_forward_pre_hook(_with_positions(fold), with_kwargs=True)
-
-    def all_features(edit: AllFeatures) -> None:
-        module = model.get_submodule(edit.path)
+    def all_features(module: Any, edit: AllFeatures) -> None:
         module.forward = _over_all_features(module.forward, edit.blocks, fold)
 
     return {
-        Cut: lambda edit: _cut(places()[edit.name], edit.shape),
+        Cut: lambda _, edit: _cut(places()[edit.name], edit.shape),
         Lookup: lookup,
         EnterHead: enter_head,
         WholeVocabulary: whole_vocabulary,
-        Positions: positions,
-        Enter: lambda edit: _place_entry(model.get_submodule(edit.path), edit, fold.enter, entries),
-        CountHeads: lambda edit: _count_own_heads(model, edit.block, fold.size),
+        Positions: lambda base, _: base.register_forward_pre_hook(_with_positions(fold), with_kwargs=True),
+        Enter: lambda module, edit: _place_entry(module, edit, fold.enter, entries),
+        CountHeads: lambda _, edit: _count_own_heads(model, edit.block, fold.size),
         AllFeatures: all_features,
     }
 
