@@ -56,9 +56,4 @@ def _matmuls(plan: ParallelPlan) -> Iterator[tuple[str, str, str, Matmul]]:
                 yield "latent projections", high, "ranks have parts of their gradients" * own.is_used, matmul
             else:
                 yield "linears", words if name in covered else high, "", matmul
-    yield (
-        "head",
-        high,
-        "",
-        Matmul(facts.anatomy.head, facts.hidden_size, plan.placement.shards[plan.head_weight].shape[0]),
-    )
+    yield "head", high, "", Matmul(facts.anatomy.head, facts.hidden_size, plan.whole_vocabulary)

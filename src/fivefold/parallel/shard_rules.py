@@ -55,16 +55,8 @@ def feature_blocks(groups: FeatureGroups, tp: int) -> tuple[tuple[Block, ...], .
     return tuple(joined(_blocks(groups, rank, tp)) or ((0, 0),) for rank in range(tp))
 
 
-def _counted(groups: FeatureGroups) -> tuple[int, int]:
-    """Numbers of query and key/value heads whose features are split."""
-    query, kv = (
-        max((part.index + 1 for part in groups if part.owner == owner), default=0) for owner in ("query", "kv")
-    )
-    return query, kv
-
-
 def _blocks(groups: FeatureGroups, rank: int, tp: int) -> Iterator[Block]:
-    query, kv = _counted(groups)
+    query, kv = (max((part.index + 1 for part in groups if part.owner == of), default=0) for of in ("query", "kv"))
     copies = ranks_per_kv_head(kv, tp) if kv else 1
     mine = {
         "query": range(rank * query // tp, (rank + 1) * query // tp),

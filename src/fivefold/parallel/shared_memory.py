@@ -122,7 +122,6 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def is_connected(group: dist.ProcessGroup | None) -> bool:
-    """True if a segment carries the group's collectives."""
     return group is not None and carried_by(group) is not None
 
 

@@ -70,7 +70,6 @@ class LayerStep:
     shape: StepShape
 
     def bytes_of(self, numbers: float) -> int:
-        """Bytes of `numbers` elements per token."""
         return round(numbers * (self.shape.rows * self.shape.tokens * self.shape.compute_bytes))
 
 

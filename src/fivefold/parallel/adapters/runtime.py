@@ -70,15 +70,11 @@ def _attach(module: Any, edit: Attach, scale: float) -> None:
             values = nn.Parameter(torch.empty(shape, dtype=dtype))
             module.get_submodule(holder).register_parameter(edit.leaf, values)
     if len(edit.shapes[0]) == 2:
-        module.branch = _branch(module, scale)
+        module.branch = lambda x: scale * module.lora_B(module.lora_A(x))
     else:
         module.branches = {**getattr(module, "branches", {}), edit.leaf: _branch_of_experts(module, edit.leaf, scale)}
     if edit.in_nf4:
         module.own_products = Nf4
-
-
-def _branch(linear: Any, scale: float) -> Callable[[Tensor], Tensor]:
-    return lambda x: scale * linear.lora_B(linear.lora_A(x))
 
 
 def _branch_of_experts(module: Any, leaf: str, scale: float) -> Callable[[Linears, Tensor, Tensor], Tensor]:

@@ -24,7 +24,7 @@ from fivefold.parallel.tensor.mappings import exchange, mapping
 from fivefold.torch_internals import collectives
 
 Pending = Callable[[], Tensor]  # waits for a tensor in transit
-PendingSum = Callable[[Tensor], None]  # waits likewise, and adds it to the given one in place
+PendingSum = Callable[[Tensor], object]  # waits likewise, and adds it to the given one in place
 
 
 class Exchange(Protocol):
@@ -66,7 +66,7 @@ class Ring:
 
     def return_dkv(self, step: int, grad: Tensor, rows: SharedRows, wire: torch.dtype) -> PendingSum:
         if step == 0:
-            return lambda total: _add(total, grad)
+            return lambda total: total.add_(grad)
         hop = hops(rows, self.group.rank())[step - 1]
         arriving = self._swap(_packed(grad, hop.received).to(wire), step, tokens_of(hop.sent))
         return lambda total: _add_pieces(total, arriving(), hop.sent)
@@ -137,15 +137,11 @@ class AllGatherKV:
 
     def return_dkv(self, step: int, grad: Tensor, rows: SharedRows, wire: torch.dtype) -> PendingSum:
         if step == 0:
-            return lambda total: _add(total, grad)
+            return lambda total: total.add_(grad)
         each = [1] * len(rows.tokens)
         dealt = by_rank(grad.to(wire), rows.tokens, 2)
         arriving = collectives.all_to_all_single(dealt, each, each, self.group.group_name)
-        return lambda total: _add(total, collectives.wait_tensor(arriving).sum(0, dtype=grad.dtype))
-
-
-def _add(total: Tensor, more: Tensor) -> None:
-    total += more
+        return lambda total: total.add_(collectives.wait_tensor(arriving).sum(0, dtype=grad.dtype))
 
 
 # ---- heads for tokens ------------------------------------------------------------------------------------------------

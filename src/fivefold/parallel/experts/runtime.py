@@ -120,7 +120,6 @@ class ExpertParallel(LivePart):
         return counts_nE, sent, [sum(row) for row in come]
 
     def _made(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
-        """Apply this rank's part of its experts to their rows."""
         first, _ = split_even(rows_SD.shape[1], self.parts)[self.part]
         return expert_mlp(module, rows_SD, counts_E, biased_from=first, linears=self.linears.of(self.names[module]))
 
@@ -227,6 +226,5 @@ def _forward(own: _Own, *args: Any, **kwargs: Any) -> Any:
 
 
 def _in_fp32(value: Any) -> Any:
-    """Cast 16-bit floats to fp32, and leave everything else."""
     is_short = isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize == 2
     return value.float() if is_short else value

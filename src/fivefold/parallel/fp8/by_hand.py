@@ -94,8 +94,6 @@ class Amax:
 
 
 class _Linear(torch.autograd.Function):
-    """Multiply x [S, I] by the transposed weight [O, I]."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, amax: Amax | None, trains: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -118,7 +116,6 @@ class _Linear(torch.autograd.Function):
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe, amax: Amax | None = None
 ) -> Tensor:
-    """Compute `F.linear` in fp8."""
     out: Tensor = _Linear.apply(x.flatten(0, -2), weight, recipe, amax, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     out = out.view(*x.shape[:-1], -1)
     return out if bias is None else out + bias

@@ -7,7 +7,7 @@ from typing import Self
 from torch import nn
 
 from fivefold.models import hf_internals
-from fivefold.ops.linear import Linears, Multiply, Role, WeightGradStore
+from fivefold.ops.linear import Linears, Role, WeightGradStore
 from fivefold.parallel.fp8.runtime import products
 from fivefold.parallel.fp8.scales import Fp8Scales
 from fivefold.parallel.linears import spec
@@ -32,18 +32,14 @@ def builders(state: ParallelState) -> Builders:
     reduce = state.live(TensorParallel).leave  # sums the partial products of a row
 
     def multiply(linear: nn.Module, edit: spec.Multiply) -> None:
-        place(linear, edit.role, linears.of(edit.path), reduce=reduce if edit.role == "row" else None)
+        is_transposed, is_plain = hf_internals.linear_dims(linear) == (1, 0), hf_internals.is_plain_linear(linear)
+        own, summed = linears.of(edit.path), reduce if edit.role == "row" else None
+        own.place(linear, edit.role, is_transposed=is_transposed, is_plain=is_plain, reduce=summed)
 
     def multiply_together(_: nn.Module, edit: spec.MultiplyTogether) -> None:
         place_together([model.get_submodule(name) for name in edit.modules], "column", linears)
 
     return {spec.Multiply: multiply, spec.MultiplyTogether: multiply_together}
-
-
-def place(linear: nn.Module, role: Role, linears: Linears, *, reduce: Multiply | None = None) -> None:
-    """Let a linear multiply by `linears`. `reduce`: sums the partial products of a row."""
-    is_transposed, is_plain = hf_internals.linear_dims(linear) == (1, 0), hf_internals.is_plain_linear(linear)
-    linears.place(linear, role, is_transposed=is_transposed, is_plain=is_plain, reduce=reduce)
 
 
 def place_together(linears: Sequence[nn.Module], role: Role, how: Linears) -> None:

@@ -312,7 +312,6 @@ def _gradient_in_place(logits_NV: Tensor, *rest: Any) -> None:
 
 
 def _over(x: Tensor, heat: float) -> Tensor:
-    """Divide in place."""
     return x if heat == 1 else x.div_(heat)
 
 

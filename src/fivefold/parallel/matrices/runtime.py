@@ -65,7 +65,6 @@ class FullMatrices:
 
 
 def _cut(tensors: Sequence[Tensor], regions: Sequence[Sequence[Region]]) -> list[list[Tensor]]:
-    """Cut the regions of each tensor as views; a list without regions has no tensor of its own."""
     return [[tensors[i][region] for region in regions_] for i, regions_ in enumerate(regions)]
 
 

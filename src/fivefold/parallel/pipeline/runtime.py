@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -213,20 +213,14 @@ def _sum_ends(model: nn.Module, pipeline: Pipeline) -> None:
 
 
 def _isend(tensor: Tensor, group: dist.ProcessGroup | None, peer: int) -> dist.Work:
-    work = dist.isend(tensor, group=group, group_dst=peer)
-    assert work is not None
-    return work
+    return cast(dist.Work, dist.isend(tensor, group=group, group_dst=peer))
 
 
 def _irecv(buffer: Tensor, group: dist.ProcessGroup | None, peer: int) -> dist.Work:
-    work = dist.irecv(buffer, group=group, group_src=peer)
-    assert work is not None
-    return work
+    return cast(dist.Work, dist.irecv(buffer, group=group, group_src=peer))
 
 
 # ---- times of slots --------------------------------------------------------------------------------------------------
-
-Mark = float | torch.cuda.Event
 
 
 class Stopwatch:
@@ -241,7 +235,7 @@ class Stopwatch:
         dist.barrier(group)
         self._synchronize()
         self._slots: list[Slot] = []
-        self._marks: list[Mark] = []
+        self._marks: list[Any] = []  # seconds, or events of CUDA
         self._zero = self._now()
 
     def asked(self, slot: Slot) -> None:
@@ -260,18 +254,15 @@ class Stopwatch:
         of_slots = zip(self._slots, seconds[::3], seconds[1::3], seconds[2::3], strict=True)
         return [Timed(rank, slot, start, end, start - asked) for slot, asked, start, end in of_slots]
 
-    def _now(self) -> Mark:
+    def _now(self) -> Any:
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def _seconds(self, mark: Mark) -> float:
-        if isinstance(self._zero, float) or isinstance(mark, float):
-            assert isinstance(self._zero, float) and isinstance(mark, float)
-            return mark - self._zero
-        return float(self._zero.elapsed_time(mark)) / 1000  # milliseconds
+    def _seconds(self, mark: Any) -> float:
+        return self._zero.elapsed_time(mark) / 1000 if self._is_cuda else mark - self._zero
 
     def _synchronize(self) -> None:
         if self._is_cuda:

@@ -38,12 +38,10 @@ def scatter_sum(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over the group's ranks, on every rank."""
     return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group.group_name))  # type: ignore[no-any-return]
 
 
 def max_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Elementwise maximum over the group's ranks, on every rank."""
     return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "max", group.group_name))  # type: ignore[no-any-return]
 
 
