@@ -262,7 +262,7 @@ class Stopwatch:
         return event
 
     def _seconds(self, mark: Any) -> float:
-        return self._zero.elapsed_time(mark) / 1000 if self._is_cuda else mark - self._zero
+        return float(self._zero.elapsed_time(mark) / 1000 if self._is_cuda else mark - self._zero)
 
     def _synchronize(self) -> None:
         if self._is_cuda:
