@@ -39,7 +39,8 @@ class MatmulPlan(Protocol):
     `key`: the key of the section `precision` that sets it. `kept_by`: the one that keeps layers out of it. `why`: the
     reason for a forward of these linears. `is_used`: the layout asks for it. `linears`: of this rank's layers, without
     the experts. `inputs`: `linears` by the input that they share. `sent`: weights of the whole model that FSDP gathers
-    in this precision, and the bytes of a number.
+    in this precision, and the bytes of a number. `covers`: the layer of a module does. `multiplies`: a linear, or
+    experts, of this rank's layers. `matmuls`: the weights of `layers`, without the experts, by name.
     """
 
     key: str
@@ -55,14 +56,9 @@ class MatmulPlan(Protocol):
     @property
     def sent(self) -> Mapping[str, int]: ...
 
-    def covers(self, module: str) -> bool:
-        """True if the layer of a module multiplies in this precision."""
-
-    def multiplies(self, module: str) -> bool:
-        """True if this linear, or these experts, of this rank's layers multiply in this precision."""
-
-    def matmuls(self, layers: Sequence[str]) -> Iterator[tuple[str, Matmul]]:
-        """Yield the weights of `layers` that multiply in this precision, without the experts, by name."""
+    def covers(self, module: str) -> bool: ...
+    def multiplies(self, module: str) -> bool: ...
+    def matmuls(self, layers: Sequence[str]) -> Iterator[tuple[str, Matmul]]: ...
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ Legend: B rows, T tokens of a row, N tokens of this rank, D hidden size, A answe
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -73,11 +72,9 @@ class Head:
         return [Chunk(part[0], None, partial(loss.of_chunk, *part, fold=self.tensor)) for part in parts]
 
 
-class Task(Protocol):
-    """Computes its result from the head of the last stage. `labels` are shifted already, int64 [B, T], -100 without a
-    target; `scale`, an fp32 scalar, multiplies a summed loss (None: 1)."""
-
-    def __call__(self, head: Head) -> Tensor: ...
+# A result from the head of the last stage. `labels` of tasks are shifted already, int64 [B, T], -100 without a target;
+# `scale`, an fp32 scalar, multiplies a summed loss (None: 1).
+Task = Callable[[Head], Tensor]
 
 
 class SummedTask:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from fivefold.parallel.offload.host_memory import Copies, HostMemory, Lane
 from fivefold.parallel.offload.spec import SMALL
@@ -81,7 +82,7 @@ class HostActivations:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             own = Pass(None if is_first else self._last)
-            given = [tensor for tensor in _inside((args[1:], kwargs)) if isinstance(tensor, Tensor)]
+            given = [tensor for tensor in tree_leaves((args[1:], kwargs)) if isinstance(tensor, Tensor)]
             least = args[0].nbytes // SMALL if args and isinstance(args[0], Tensor) else 0
             saving = _Saving(self, own, block, set(map(storage_key, given)), least=least, moves=not is_last)
             with saved_tensors_hooks(saving.pack, self.unpack):
@@ -178,11 +179,3 @@ class _Saving:
             gathered = (parameter for parameter in self._block.parameters() if not isinstance(parameter, DTensor))
             self._staying.update(storage_key(own) for parameter in gathered for own in plain_tensors(parameter))
         return key in self._staying
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in _inside(item)]
-    if isinstance(value, tuple | list):
-        return [leaf for item in value for leaf in _inside(item)]
-    return [value]
