@@ -106,7 +106,7 @@ def places(case: Case) -> bool:
     state = state_of(build(case))
     coords, layout = state.placement.grid.coords(dist.get_rank()), state.plan.layout
     fsdp = coords.dp_shard * layout.cp + coords.cp
-    in_mesh = state.mesh.fsdp.get_coordinate()
+    in_mesh = state.mesh.meshes["dp_shard"].get_coordinate()
     assert in_mesh is not None
     return list(in_mesh) == ([coords.dp_replicate, fsdp] if layout.dp_replicate > 1 else [fsdp])
 

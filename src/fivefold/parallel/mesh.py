@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.parallel import shared_memory
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.ranks import APART, Over, RankGrid
+from fivefold.parallel.ranks import APART, RankGrid
 from fivefold.torch_internals import can_split_world, timeout_of_world
 
 
@@ -24,28 +24,18 @@ class Mesh:
     others exist if they have several ranks: `tp_kv` if these share key/value heads, and `pp_ends` on the two ends of a
     pipeline that hold the tied embedding.
 
-    `fsdp` is the mesh for `fully_shard`: (shard,), or (replicate, shard) for HSDP. `experts` is the mesh for experts'
-    parameters, of `Layout.expert_shards` ranks; it is `fsdp` itself if experts are sharded like the rest. `nodes` are
-    the meshes (copies, ranks of a copy) of secondary copies, by the axis of the latter.
+    `meshes` are those of FSDP, by axis. `dp_shard` and `ep_shard`, for experts that are sharded over other ranks, are
+    for `fully_shard`: (shard,), or (replicate, shard) for HSDP. `node` and `ep_node` are those of secondary copies:
+    (copies, ranks of a copy).
     """
 
     grid: RankGrid
     groups: dict[str, dist.ProcessGroup]
-    fsdp: DeviceMesh
-    experts: DeviceMesh
-    nodes: dict[str, DeviceMesh]
+    meshes: dict[str, DeviceMesh]
 
     @property
     def layout(self) -> Layout:
         return self.grid.layout
-
-    def fsdp_mesh(self, over: Over) -> DeviceMesh:
-        """Mesh for `fully_shard` of a parameter whose blocks go to the ranks of `over`."""
-        return self.fsdp if self.grid.fsdp_axis(over) == "dp_shard" else self.experts
-
-    def node_mesh(self, over: Over) -> DeviceMesh | None:
-        """Mesh of the secondary copy of a parameter of `over`; None if each rank keeps its own."""
-        return self.nodes.get(self.grid.node_axis(over))
 
     def axis_of(self, group_name: str) -> str:
         """Mesh axis of the process group with this name, to identify recorded collectives."""
@@ -64,11 +54,11 @@ def build_mesh(grid: RankGrid, device_type: str) -> Mesh:
     for group in (dist.group.WORLD, *groups.values()):
         if group is not None:
             shared_memory.connect(group)
-    fsdp = _device_mesh(grid, groups, "dp_shard", device_type)
-    experts = _device_mesh(grid, groups, "ep_shard", device_type) if grid.experts_apart else fsdp
+    sharded = ("dp_shard", "ep_shard") if grid.experts_apart else ("dp_shard",)
     shared = {"node": "dp_shard", "ep_node": "ep_shard"} if grid.layout.hpz else {}
-    nodes = {axis: _node_mesh(grid, groups, axis, of, device_type) for axis, of in shared.items() if axis in groups}
-    return Mesh(grid, groups, fsdp, experts, nodes)
+    meshes = {axis: _device_mesh(grid, groups, axis, device_type) for axis in sharded}
+    meshes |= {axis: _node_mesh(grid, groups, axis, of, device_type) for axis, of in shared.items() if axis in groups}
+    return Mesh(grid, groups, meshes)
 
 
 def _device_mesh(grid: RankGrid, groups: dict[str, dist.ProcessGroup], axis: str, device_type: str) -> DeviceMesh:

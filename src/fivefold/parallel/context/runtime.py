@@ -310,7 +310,7 @@ def _groups(mesh: Mesh, method: CPMethod) -> tuple[Exchange | None, dist.Process
         return AllGatherKV(mesh.groups["cp"]), None
     ring = mesh.groups["cp" if method.ulysses == 1 else "cp_ring"]
     # NCCL connects a group in its first call, which all of its ranks must make: some have nothing to send in a hop.
-    dist.all_reduce(torch.zeros((), device=mesh.fsdp.device_type), group=ring)
+    dist.all_reduce(torch.zeros((), device=mesh.meshes["dp_shard"].device_type), group=ring)
     return Ring(ring), mesh.groups.get("cp_ulysses")
 
 

@@ -55,7 +55,7 @@ def _shard(module: nn.Module, unit: Unit, mesh: Mesh, reduce_dtype: torch.dtype)
         reduce_dtype=reduce_dtype,
         cast_forward_inputs=unit.over != "ep",  # the router's weights keep their dtype
     )
-    fsdp, drop = mesh.fsdp_mesh(unit.over), not keeps_gathered(mesh.layout, unit.name)
+    fsdp, drop = mesh.meshes[mesh.grid.fsdp_axis(unit.over)], not keeps_gathered(mesh.layout, unit.name)
     with fsdp_cuts_own_shards():
         sharded = fully_shard(module, mesh=fsdp, mp_policy=policy, reshard_after_forward=drop)
     if fsdp.size() > 1:
@@ -67,7 +67,7 @@ def leave_after_forward(module: Any, unit: Unit, mesh: Mesh) -> None:
     """Set what a unit's forward leaves for backward: all that was gathered, this rank's shard, or its part of a copy
     that the ranks of a node share."""
     drop, has_copy = not keeps_gathered(mesh.layout, unit.name), mesh.layout.hpz > 0
-    nodes = mesh.node_mesh(unit.over)
+    nodes = mesh.meshes.get(mesh.grid.node_axis(unit.over))
     module.set_reshard_after_forward(drop and (not has_copy or nodes is not None), recurse=False)
     if drop and nodes is not None:
         fsdp_keep_copy(module, nodes)
@@ -113,8 +113,9 @@ def rest_in_dtensors(model: nn.Module, mesh: Mesh) -> None:
             if parameter is None:
                 continue
             if parameter not in resting:
-                placements = [dtensor.Shard(0)] * mesh.fsdp.ndim
-                whole = dtensor.DTensor.from_local(parameter.detach(), mesh.fsdp, placements, run_check=False)
+                own = mesh.meshes["dp_shard"]
+                placements = [dtensor.Shard(0)] * own.ndim
+                whole = dtensor.DTensor.from_local(parameter.detach(), own, placements, run_check=False)
                 resting[parameter] = nn.Parameter(whole, parameter.requires_grad)
             module._parameters[name] = resting[parameter]
 
