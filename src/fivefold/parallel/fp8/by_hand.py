@@ -8,8 +8,7 @@ Legend: M, N free dimensions, K the contracted one; I inputs and O outputs of a 
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -146,15 +145,9 @@ def _forward(module: Any, recipe: Recipe, amax: Amax | None, x: Tensor) -> Tenso
 
 def _inside(product: Callable[..., Tensor], plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Run the forward of experts with `product` as every matmul; each is with the weights of one expert."""
-    with _matmuls_are(product):
-        return plain(*args, **kwargs)
-
-
-@contextmanager
-def _matmuls_are(product: Callable[..., Tensor]) -> Iterator[None]:
     with (
         patch.object(F, "linear", product),
         patch.object(Tensor, "__matmul__", lambda x, weight: product(x, weight.T)),
         patch.object(torch, "matmul", lambda x, weight: product(x, weight.T)),
     ):
-        yield
+        return plain(*args, **kwargs)
