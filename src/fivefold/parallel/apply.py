@@ -119,8 +119,7 @@ def _trust(*_: Any) -> None:
 
 
 def _tie(model: nn.Module, anatomy: Anatomy) -> None:
-    """Tie the head to the embedding again, and biases that have two names: moving between devices gives each module a
-    parameter of its own."""
+    """Tie the head to the embedding again, and biases of two names: moving gives each module a parameter of its own."""
     head, embedding = (model.get_submodule(path) for path in (anatomy.head, anatomy.embedding))
     if anatomy.tied and "weight" in head._parameters:
         head.weight = embedding.weight

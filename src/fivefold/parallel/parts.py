@@ -23,8 +23,7 @@ _HOST = ("tolist", "numpy", "__array__")  # they read numbers without an operato
 
 
 class Part(DTensor):
-    """A rank's part of a parameter, of a gradient, or of a tensor computed from one. `.to_local()` is an ordinary
-    tensor."""
+    """A rank's part of a parameter, a gradient, or a tensor computed from one. `.to_local()` is an ordinary tensor."""
 
     steps = 0  # steps of optimizers that are under way, which have been tried before
 
@@ -166,8 +165,7 @@ def keeps_places(operator: Any) -> bool:
 
 @cache
 def mixes_nothing(operator: Any) -> bool:
-    """True if each result depends on at most one number of each tensor, wherever that stands. Drawing is mixing
-    nothing."""
+    """True if each result depends on at most one number of each tensor, wherever that stands, or is drawn."""
     return keeps_places(operator) or _plain(operator) in _PICKS or _plain(operator).startswith(_RANDOM)
 
 

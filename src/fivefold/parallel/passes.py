@@ -1,5 +1,4 @@
-"""Run micro batches through a parallelized model: to its loss, its gradients or its logits. Training, evaluation and
-generation call this.
+"""Run micro batches through a parallelized model: to its loss, its gradients or its logits.
 
 Every model runs in the stages of a pipeline. Without pipeline parallelism it has one stage, and sends nothing.
 """
@@ -130,8 +129,8 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
 
 
 def run_stage(model: Any, inputs: Inputs, stage: int, hidden: Tensor | None, *, loss_chunks: int | None) -> Tensor:
-    """Run a stage on a micro batch: hidden states [B, T, D] in and out. The last stage returns the result of the task,
-    equal on all tp ranks."""
+    """Run a stage on a micro batch: hidden states [B, T, D] in and out; from the last stage the task's result, equal
+    on all tp ranks."""
     state = state_of(model)
     staged, anatomy = state.live(Pipeline).staged, state.plan.anatomy
     with staged.running(stage, hidden) as given_out:

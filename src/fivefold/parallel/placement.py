@@ -214,8 +214,7 @@ class Placement:
         return self._state_bytes(name, self.held_bytes(name, 1), master_bytes)
 
     def checkpoint_bytes(self, kept: Iterable[str], master_bytes: int) -> int:
-        """Bytes of a checkpoint: weights and optimizer state, of each replica that trains apart. `kept`: the parameter
-        of each tensor of state."""
+        """Bytes of a checkpoint, of each replica that trains apart. `kept`: the parameter of each tensor of state."""
         weights = sum(map(prod, self.stored_shapes.values())) * master_bytes
         in_all = weights + sum(self._state_bytes(name, prod(self.shards[name].shape), master_bytes) for name in kept)
         copies = self.grid.layout.copies_apart
@@ -236,8 +235,7 @@ class Placement:
         )
 
     def rests_in(self, name: str, master_bytes: int) -> float:
-        """Bytes per number of a stored parameter: of its packing, of the compute dtype in a frozen model, else
-        `master_bytes`."""
+        """Bytes per number of a stored parameter: of its packing, compute dtype if frozen, else `master_bytes`."""
         if packing := self.facts.parameters[name].packing:
             return packing.size / packing.block
         return self.layout.compute_bytes if self.rests_as_computed(name) else master_bytes

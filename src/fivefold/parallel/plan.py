@@ -24,8 +24,7 @@ Decided = TypeVar("Decided")
 
 @dataclass(frozen=True)
 class MatmulLinear:
-    """A linear that multiplies in this precision: its weight's name, its gathered size on this rank, and the axes that
-    split its dimensions."""
+    """A linear of this precision: its weight's name, gathered size on this rank, and the axes that split dimensions."""
 
     name: str
     inputs: int

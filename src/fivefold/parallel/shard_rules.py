@@ -25,8 +25,7 @@ def partition_of(facts: ModelFacts, tp: int) -> Partition:
 
 
 def shard_specs(facts: ModelFacts, layout: Layout) -> dict[str, ShardSpec]:
-    """Shard every parameter, in the model's order. `layout` is legal for the model. A parameter without a role is whole
-    on every tp rank."""
+    """Shard every parameter, in the model's order; one without a role is whole. `layout` is legal for the model."""
     roles = partition_of(facts, layout.tp).roles
     by_role = {
         name: _shard(name, parameter.shape, roles.get(name), layout.tp) for name, parameter in facts.parameters.items()

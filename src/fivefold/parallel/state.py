@@ -215,8 +215,7 @@ def state_of(model: nn.Module) -> ParallelState:
 
 
 def fill(model: nn.Module, source: TensorSource, names: Collection[str] | None = None) -> None:
-    """Overwrite every parameter (of `names`; None: all), and buffers of routers, with this rank's part of `source`,
-    reading nothing else."""
+    """Overwrite parameters (of `names`; None: all) and buffers of routers with this rank's part of `source`."""
     state = state_of(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -24,8 +24,7 @@ from fivefold.parallel.adapters.settings import NF4_BLOCK, Lora
 
 
 class Drawn(TensorSource):
-    """Random matrices for the adapter of the model in a folder, fp32. None is zero: that would hide the gradient of the
-    other."""
+    """Random fp32 matrices for the adapter of the model in a folder. A zero would hide the gradient of the other."""
 
     def __init__(self, folder: Path, lora: Lora, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed + 1_000_039)
@@ -58,8 +57,7 @@ class _Held(nn.Module):
 
 
 def put_adapter(model: Any, lora: Lora, values: Mapping[str, Tensor], compute: torch.dtype) -> None:
-    """Add an adapter to the linears and the experts of `model`. Everything else is frozen, and rounded to the compute
-    dtype."""
+    """Add an adapter to linears and experts of `model`. The rest is frozen, and rounded to the compute dtype."""
     scale = lora.scale
     for name in values if lora.quantize == "nf4" else ():
         if name.endswith(".lora_A.weight"):

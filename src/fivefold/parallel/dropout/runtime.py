@@ -221,8 +221,7 @@ def _with_calls(
     path: str, plain: Callable[..., Any], drops: Sequence[Callable[[Tensor, float], Tensor]],
     fills: Sequence[Callable[[Tensor, float, float], Tensor]], hidden_size: int,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Wrap a forward: its calls of `F.dropout` go to `drops`, in their order, and those of `Tensor.uniform_` on hidden
-    states to `fills`."""
+    """Wrap a forward: calls of `F.dropout` go to `drops` in order, of `Tensor.uniform_` on hidden states to `fills`."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         waiting, filling = iter(drops), iter(fills)

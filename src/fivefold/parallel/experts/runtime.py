@@ -95,8 +95,7 @@ class ExpertParallel(LivePart):
         return join_shares(self._routed(module, experts, *own), group, blocks)
 
     def compute(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
-        """Apply the experts to rows that are sorted by expert. Rows that no expert counts stand last, and are
-        skipped."""
+        """Apply the experts to rows sorted by expert. Rows that no expert counts stand last, and are skipped."""
         if self.group is None:
             taken = int(counts_E.sum()) if self.drops() else len(rows_SD)
             return self._made(module, _first(rows_SD, taken), counts_E)
@@ -109,8 +108,7 @@ class ExpertParallel(LivePart):
         return all_to_all(_permuted(self._made(module, rows, counts), back, order), sent, received, self.group)
 
     def _counts(self, counts_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """Count rows from each rank to each of this rank's experts, int64 [n, experts held here]; rows to each rank,
-        and from each."""
+        """Rows from each rank to each of this rank's experts, int64 [n, experts held here]; to each rank; from each."""
         assert self.group is not None, "rows stay here"
         held = [stop - start for start, stop in split_even(len(counts_E), dist.get_world_size(self.group))]
         counts_nE = exchange_counts(counts_E, held, self.rank, self.group)

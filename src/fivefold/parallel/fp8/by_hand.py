@@ -34,8 +34,7 @@ def numbers(form: Format) -> Tensor:
 
 
 def nearest(x: Tensor, form: Format) -> Tensor:
-    """Round every number of `x` (fp64) to the nearest of the format. Ties go to the one at an even index of the table:
-    its last bit is 0."""
+    """Round numbers (fp64) to the nearest of the format. Ties go to an even index of the table: its last bit is 0."""
     table = numbers(form).to(x.device)
     size = x.abs().clamp(max=float(table[-1]))
     above = torch.searchsorted(table, size.contiguous()).clamp(1, len(table) - 1)  # size <= table[above]

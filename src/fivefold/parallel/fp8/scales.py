@@ -1,5 +1,4 @@
-"""Scales of fp8 that a live model keeps: those of the weights that FSDP gathers in fp8, and the history of delayed
-scaling.
+"""Scales of fp8 in a live model: of the weights that FSDP gathers in fp8, and by the history of delayed scaling.
 
 Gathering in fp8 halves the bytes of bf16. Each weight is cast where it is stored, not at every use. It has one scale,
 which follows from its largest value on all ranks: FSDP's shards of it, and tp's parts. Ranks agree on the largest
@@ -30,8 +29,7 @@ KEY = "fp8_amax"  # of a checkpoint's state: largest values of earlier steps, by
 
 
 class Fp8Format:
-    """fp8 numbers of a weight and their scale, as FSDP sends them (`WireFormat`): bytes, because not every backend
-    sends fp8."""
+    """fp8 numbers and their scale, as FSDP sends a weight (`WireFormat`): bytes, as not every backend sends fp8."""
 
     def __init__(self, cast: Cast) -> None:
         self._cast = cast
@@ -170,8 +168,7 @@ class AmaxHistory:
         return None if self._largest is None else self._largest[row, KINDS.index(operand)]
 
     def end_step(self) -> None:
-        """Add the values of the step to the history, when the weights have been updated. A skipped step leaves it as it
-        was."""
+        """Add the values of the step to the history, when the weights have been updated."""
         if self.names:
             self._keep(torch.cat([self.history, self._now[None]])[-self.steps :])
 

@@ -148,8 +148,7 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
 
 
 def calls(step: Step) -> Iterator[Call]:
-    """Collectives of ranks that split a dimension of a linear, on the largest values of its regions. Linears that share
-    an input share them."""
+    """Collectives of ranks that split a dimension of linears that share an input, on the largest values of regions."""
     plan, shape = step.plan, step.shape
     if plan.feature(Fp8Plan).amax_names and shape.has_history:
         return

@@ -173,8 +173,7 @@ class FsdpPlan:
         return grid.fsdp_size * self._plan.layout.tp // across
 
     def sent_bytes(self, unit: Unit) -> int:
-        """Bytes of one gather of a unit over all ranks. A block of n numbers in eight bits is n + 4 bytes (n + 8
-        in fp64)."""
+        """Bytes of one gather of a unit over all ranks. A block of n numbers in eight bits is n + 4 (fp64: 8) bytes."""
         if not self.is_coded(unit):
             return self.gathered_bytes(unit)
         compute = self._plan.layout.compute_bytes
@@ -309,8 +308,7 @@ class Shard(Edit):
 
 @dataclass(frozen=True)
 class PrefetchWithinStages(Edit):
-    """Let a unit prefetch the layer before it in backward, if that is of the same stage. `stages`: the layers of each
-    stage of this rank."""
+    """Let backward prefetch within stages. `stages`: the layers of each stage of this rank."""
 
     kind = "attribute"
     stages: tuple[tuple[str, ...], ...]

@@ -28,8 +28,7 @@ LATE_WAITS: dict[str, Any] = {
 
 @dataclass
 class Compiled(LivePart):
-    """Compiled blocks of one model. `is_on`: there are some. `given_up`: those at which Dynamo stopped compiling, and
-    its reason."""
+    """Compiled blocks of one model. `is_on`: there are some. `given_up`: where Dynamo stopped compiling, and why."""
 
     is_on: bool = True
     given_up: dict[str, str] = field(default_factory=dict)

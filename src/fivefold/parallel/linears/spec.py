@@ -70,8 +70,7 @@ class LinearPlan:
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Replace the forwards of linears that need it. Linears with a precision of their own multiply together if they
-    share an input."""
+    """Replace the forwards of linears that need it. Those of one input and a precision of their own go together."""
     linears = plan.feature(LinearPlan)
     for module, role in linears.roles.items():
         if reasons := dict(linears.reasons(module, role)):

@@ -389,8 +389,7 @@ def top_log_probs(logits: Tensor, fold: TensorParallel, top_k: int, vocabulary: 
 
 
 def parameters_after_base(model: nn.Module, anatomy: Anatomy) -> list[Tensor]:
-    """Trained parameters outside the base model, each once: those of the head, also if tied, and scales of the
-    logits."""
+    """Trained parameters outside the base model, each once: of the head, also if tied, and scales of the logits."""
     prefix = f"{anatomy.base}."
     named = model.named_parameters(remove_duplicate=False)
     return list(dict.fromkeys(p for name, p in named if p.requires_grad and not name.startswith(prefix)))

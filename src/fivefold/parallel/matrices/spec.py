@@ -61,8 +61,7 @@ def _regions(placement: Placement, name: str, rank: int, *, local: bool) -> list
 
 
 def _sends(placement: Placement, name: str, rank: int, owner: int) -> bool:
-    """True if `rank` sends its part to `owner`: of all ranks with the same values, only the first one in the owner's
-    own replica does."""
+    """True if `rank` sends its part to `owner`: the first rank with these values in the owner's replica does."""
     is_own_copy = placement.grid.coords(rank).dp_replicate == placement.grid.coords(owner).dp_replicate
     return is_own_copy and placement.shards[name].is_owner(placement.shard_index(name, rank).part)
 

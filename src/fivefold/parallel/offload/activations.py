@@ -75,8 +75,7 @@ class HostActivations:
     def layer(
         self, block: nn.Module, forward: Callable[..., Any], *, is_first: bool, is_last: bool
     ) -> Callable[..., Any]:
-        """Wrap `forward` of the layer `block`, with its saved tensors away until its backward. `is_first`, `is_last`:
-        of its stage."""
+        """Wrap `forward` of a layer: saved tensors are away until backward. `is_first`, `is_last`: of its stage."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():

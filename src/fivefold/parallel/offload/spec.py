@@ -31,8 +31,7 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
 
 
 def kept_bytes(step: LayerStep, numbers: LayerNumbers, layer: LayerBytes) -> LayerBytes:
-    """Move what a layer keeps to host memory. The last layer of a stage keeps it on the device, because its backward
-    comes next."""
+    """Move what a layer keeps to host memory, but for the last layer of a stage, whose backward comes next."""
     is_moved = step.plan.layout.offload_activations and step.name not in step.plan.placement.stage_ends[1]
     return replace(layer, kept=0, host=layer.kept) if is_moved else layer
 

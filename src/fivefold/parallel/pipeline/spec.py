@@ -41,8 +41,7 @@ class PipelinePlan:
         self._plan = plan
 
     def schedule(self, micro_batches: int) -> SchedulePlan:
-        """Make the order of the passes; without a pipeline, of one stage. Raises `UserError` if it does not take so
-        many micro batches."""
+        """Order of the passes; without a pipeline, of one stage. Raises `UserError` for a number that does not fit."""
         return _schedule(self._plan.layout, micro_batches)
 
     def order(self, micro_batches: int) -> Sequence[Slot]:

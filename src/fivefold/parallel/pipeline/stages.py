@@ -55,8 +55,7 @@ class StageStub(nn.Module):
 
 
 class _Slot(StageStub):
-    """Stub before a stage's first layer (`takes_in`), which returns what was received; or after its last layer, which
-    keeps what it is given."""
+    """Stub before a stage's first layer (`takes_in`), to return what was received; or after its last, to keep it."""
 
     def __init__(self, original: nn.Module, *, in_tuple: bool, takes_in: bool) -> None:
         super().__init__(original, in_tuple=in_tuple)
@@ -135,8 +134,7 @@ class StageModules:
 
     @contextmanager
     def running(self, stage: int, hidden: Tensor | None) -> Iterator[Callable[[], Tensor]]:
-        """Let the model's forward run `stage` alone on `hidden` in this context. The yielded function returns its
-        output."""
+        """Let the model's forward run `stage` alone on `hidden` in this context. Yields what returns the output."""
         taken, given = self.slots.get(stage, (None, None))  # a single stage has neither
         if taken:
             taken.value = hidden

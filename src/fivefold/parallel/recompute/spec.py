@@ -85,8 +85,7 @@ def edits_of_modules(plan: ParallelPlan) -> Iterator[Edit]:
 
 
 def edits_in_graphs(plan: ParallelPlan) -> Iterator[Edit]:
-    """Recompute layers that are one graph: their second forward joins the kernels of the backward, and leaves out what
-    nothing there reads."""
+    """Recompute layers that are one graph: their second forward joins the kernels of the backward."""
     return (edit for edit in _edits_of_layers(plan) if edit.in_graph)
 
 

@@ -313,8 +313,7 @@ def _vocabulary_lookup(embedding: nn.Embedding, own: Block, fold: TensorParallel
 
 
 def sum_partial_gradients(parameters: Mapping[str, Sequence[nn.Parameter]], mesh: Mesh) -> None:
-    """Sum the gradients that tp ranks hold in part, one flat all-reduce per axis, after FSDP's reduction.
-    `parameters`: by axis."""
+    """Sum the gradients that tp ranks hold in part, by axis: one flat all-reduce each, after FSDP's reduction."""
     for axis, own in parameters.items():
         gradients = [local(parameter.grad) for parameter in own if parameter.grad is not None]
         if not gradients:
