@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.sharding import ShardSpec, Split, fsdp_rows, local_regions, split_even, whole
+from fivefold.parallel.sharding import ShardSpec, Split, fsdp_rows, local_regions, split_even
 from fivefold.parallel.state import state_of
 from tests.parity import Case, build, reference_model
 from tests.pool import run_ranks
@@ -19,9 +19,9 @@ FUSED = (((0, 5), (15, 17), (21, 23)), ((5, 10), (17, 19), (23, 25)), ((10, 15),
 EXPERTS = (((0, 4),), ((4, 7),))
 REPLICATED_KV = (((0, 3),), ((0, 3),), ((3, 6),), ((3, 6),))
 SPECS = {
-    "whole": whole("w", (13, 7), 3),
-    "vector": whole("w", (11,), 2),
-    "cube": whole("w", (5, 3, 2), 1),
+    "whole": ShardSpec("w", (13, 7), (), 3),
+    "vector": ShardSpec("w", (11,), (), 2),
+    "cube": ShardSpec("w", (5, 3, 2), (), 1),
     "column": ShardSpec.along("w", (29, 7), 0, [(b,) for b in split_even(29, 3)]),
     "row": ShardSpec.along("w", (7, 29), 1, [(b,) for b in split_even(29, 3)]),
     "bias": ShardSpec.along("w", (29,), 0, [(b,) for b in split_even(29, 4)]),

@@ -17,7 +17,7 @@ from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.placement import Placement
-from fivefold.parallel.sharding import local_regions, whole
+from fivefold.parallel.sharding import ShardSpec, local_regions
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.optimizers.states import KeptState
@@ -31,7 +31,7 @@ SHAPE = (24, 64)
 
 
 def _kept(dtype: str) -> KeptState:
-    spec = whole("a.weight", SHAPE, 1)
+    spec = ShardSpec("a.weight", SHAPE, (), 1)
     placement = SimpleNamespace(
         shards={"a.weight": spec}, kept_in=lambda name: dtype, local_shape=lambda name: SHAPE,
         regions=lambda name: local_regions(spec, 0, 0, 1),

@@ -14,7 +14,7 @@ from fivefold.models.facts import ORDERS, Experts, FeatureGroups, ModelFacts, Pa
 from fivefold.parallel.adapters.facts import A
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import joined
-from fivefold.parallel.sharding import Block, ShardSpec, Split, split_even, whole
+from fivefold.parallel.sharding import Block, ShardSpec, Split, split_even
 
 
 def partition_of(facts: ModelFacts, tp: int) -> Partition:
@@ -38,7 +38,7 @@ def shard_specs(facts: ModelFacts, layout: Layout) -> dict[str, ShardSpec]:
 
 def _shard(name: str, shape: tuple[int, ...], role: Role | None, tp: int) -> ShardSpec:
     if role is None or role.dim is None:
-        return whole(name, shape, tp)
+        return ShardSpec(name, shape, (), tp)
     if role.groups is None:
         return ShardSpec.along(name, shape, role.dim, [(block,) for block in split_even(shape[role.dim], tp)])
     return ShardSpec.along(name, shape, role.dim, feature_blocks(role.groups, tp))

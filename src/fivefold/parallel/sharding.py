@@ -85,11 +85,6 @@ class ShardSpec:
         return self.parts // len(set(self.held))
 
 
-def whole(name: str, shape: Sequence[int], tp: int) -> ShardSpec:
-    """A parameter that every tp rank holds in full."""
-    return ShardSpec(name, tuple(shape), (), tp)
-
-
 def split_even(size: int, parts: int) -> tuple[Block, ...]:
     """Split `size` items over `parts` ranks as evenly as possible, the longer pieces first (prime sizes are fine)."""
     short, longer = divmod(size, parts)

@@ -222,15 +222,14 @@ def fill(model: nn.Module, source: TensorSource, names: Collection[str] | None =
             if names is not None and name not in names:
                 continue
             shard = local(parameter)
+            is_packed = state.plan.facts.parameters[name].packing
+            products: Any = is_packed and model.get_submodule(name.rpartition(".")[0]).own_products
             for global_region, local_region in state.placement.regions(name):
-                if state.plan.facts.parameters[name].packing:
-                    products: Any = model.get_submodule(name.rpartition(".")[0]).own_products
-                    rows, columns = local_region
-                    for piece, own in _pieces(global_region, shard[rows]):
-                        products.put(own, columns, source.read(name, piece).to(own.device))
-                    continue
-                for piece, own in _pieces(global_region, shard[local_region]):
-                    own.copy_(source.read(name, piece))
+                for piece, own in _pieces(global_region, shard[local_region[:1] if is_packed else local_region]):
+                    if is_packed:
+                        products.put(own, local_region[1], source.read(name, piece).to(own.device))
+                    else:
+                        own.copy_(source.read(name, piece))
         for name, buffer in model.named_buffers():
             if name in state.placement.buffers and (names is None or name in names):
                 buffer.copy_(source.read(name, tuple(slice(0, size) for size in buffer.shape)))

@@ -18,7 +18,7 @@ E experts in one parameter W [E, O, I] have an A [E, r, I] and a B [E, O, r], `X
 `expert_tp` they are split by the table above (`parallel/shard_rules.py`).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -109,7 +109,8 @@ def adapted(facts: ModelFacts, lora: Lora | None) -> ModelFacts:
         return facts
     targets = targets_of(facts, lora)
     in_nf4 = {target.weight for target in targets} if lora.quantize == "nf4" else set()
-    _check_blocks(targets, facts, in_nf4)
+    if in_nf4:
+        _check_blocks(targets, facts)
     parameters = {
         name: replace(parameter, is_trained=False, packing=NF4 if name in in_nf4 else None)
         for name, parameter in facts.parameters.items()
@@ -127,26 +128,24 @@ def adapted(facts: ModelFacts, lora: Lora | None) -> ModelFacts:
     return replace(facts, parameters=_behind(parameters, new), partition=partition, dropouts=(*facts.dropouts, *sites))
 
 
-def _check_blocks(targets: Iterable[Target], facts: ModelFacts, in_nf4: Collection[str]) -> None:
+def _check_blocks(targets: Iterable[Target], facts: ModelFacts) -> None:
     """Raise `UserError` for a weight that does not consist of rows [O, I] of whole blocks."""
     for target in targets:
-        name, shape = target.weight, facts.parameters[target.weight].shape
-        if name in in_nf4 and target.of_experts:
+        name, is_in_rows = target.weight, facts.parameters[target.weight].shape == (target.outputs, target.inputs)
+        if target.of_experts:
             raise UserError(
                 f"adapter.quantize: nf4 beside experts ({name}) is not built",
                 fix="leave adapter.target_parameters out, or adapter.quantize: none",
                 more="fivefold docs howto/adapters",
             )
-        if name not in in_nf4 or (shape == (target.outputs, target.inputs) and target.inputs % NF4_BLOCK == 0):
-            continue
-        why = (
-            f"its rows have {target.inputs} numbers, which are no blocks of {NF4_BLOCK}"
-            if shape == (target.outputs, target.inputs) else "it is stored the other way round"
-        )  # fmt: skip
-        raise UserError(
-            f"adapter.quantize: {name} cannot rest in four bits: {why}",
-            fix="leave it out of adapter.targets, or adapter.quantize: none", more="fivefold docs howto/adapters",
-        )  # fmt: skip
+        if not is_in_rows or target.inputs % NF4_BLOCK:
+            rows = f"its rows have {target.inputs} numbers, which are no blocks of {NF4_BLOCK}"
+            why = rows if is_in_rows else "it is stored the other way round"
+            raise UserError(
+                f"adapter.quantize: {name} cannot rest in four bits: {why}",
+                fix="leave it out of adapter.targets, or adapter.quantize: none",
+                more="fivefold docs howto/adapters",
+            )
 
 
 def _roles(of: Role | None) -> tuple[Role | None, Role | None]:
