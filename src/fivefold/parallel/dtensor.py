@@ -14,16 +14,14 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def with_local(tensor: Tensor, values: Tensor) -> Tensor:
-    """`tensor` with other values on this rank, of the same shape and on any device: `DTensor.from_local` would move
-    them to the device of the mesh."""
+    """`tensor` with other values on this rank, on any device: `from_local` would move them to the mesh's device."""
     if not isinstance(tensor, DTensor):
         return values
     return DTensor(values, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def put_local(tensor: Tensor, values: Tensor) -> None:
-    """Replace the values of a DTensor on this rank, by values of the same shape on any device. It keeps reporting the
-    device that it was made on."""
+    """Replace a DTensor's values on this rank, by values on any device. It reports the device of its making."""
     assert isinstance(tensor, DTensor), "parameters of a parallelized model are DTensors"
     assign(tensor, _local_tensor=values)
 

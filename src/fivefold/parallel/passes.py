@@ -82,8 +82,7 @@ def answer_log_probs(model: Any, inputs: Inputs) -> Tensor:
 
 
 def top_log_probs(model: Any, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Result of the task `TopLogProbs`, tokens int64 [B, T, K] and log-probabilities fp64 [B, T, K]: the same on all
-    ranks that share the rows."""
+    """Result of `TopLogProbs`, int64 and fp64 [B, T, K]: the same on all ranks that share the rows."""
     assert isinstance(inputs.task, TopLogProbs)
     both = _everywhere(model, inputs, (*inputs.input_ids.shape, inputs.task.top_k, 2))
     return both[..., 0].long(), both[..., 1]
@@ -129,8 +128,7 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
 
 
 def run_stage(model: Any, inputs: Inputs, stage: int, hidden: Tensor | None, *, loss_chunks: int | None) -> Tensor:
-    """Run a stage on a micro batch: hidden states [B, T, D] in and out; from the last stage the task's result, equal
-    on all tp ranks."""
+    """Run a stage: hidden states [B, T, D] in and out; from the last the task's result, equal on all tp ranks."""
     state = state_of(model)
     staged, anatomy = state.live(Pipeline).staged, state.plan.anatomy
     with staged.running(stage, hidden) as given_out:

@@ -163,8 +163,7 @@ class Placement:
         return 0 in self.own_stages, self.stages.count - 1 in self.own_stages
 
     def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
-        """Pairs (global region, local region) of the part of parameter `name` that `rank` holds; None: this rank. A
-        router's buffer is whole."""
+        """Pairs (global, local region) of the part of `name` on `rank`; None: this one. A router's buffer is whole."""
         if not self.holds(name, rank):
             return []
         if name in self.buffers:

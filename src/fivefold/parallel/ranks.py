@@ -34,8 +34,7 @@ class RankCoords:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The shard of a parameter on a rank: part `part` of its `ShardSpec`, and within it, along dimension 0, FSDP shard
-    `fsdp_rank` of `fsdp_size`."""
+    """The shard of a parameter on a rank: `part` of its `ShardSpec`, and of that, along dimension 0, its FSDP shard."""
 
     part: int
     fsdp_rank: int

@@ -170,8 +170,7 @@ def _all(group: dist.ProcessGroup, is_so: bool) -> bool:
 
 
 class _Segment:
-    """An open file that the ranks of a group share. A rank locks one byte of it for as long as it lives: the kernel
-    releases the lock, however the process ends."""
+    """An open file of a group. Each rank locks a byte of it, which the kernel frees however the process ends."""
 
     def __init__(self, name: str, file: int) -> None:
         self.name, self.file = name, file

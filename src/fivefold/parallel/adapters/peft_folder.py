@@ -60,8 +60,7 @@ def to_peft(name: str, values: Tensor) -> Tensor:
 def config_of(
     lora: Lora, targets: Sequence[str], parameters: Sequence[str], *, base: str, is_transposed: bool
 ) -> dict[str, Any]:
-    """The config of an adapter of the linears `targets` and the `parameters` of experts of the model `base`.
-    `is_transposed`: weights of linears are [I, O]."""
+    """The config of an adapter in `peft`. `parameters`: of experts. `is_transposed`: weights of linears are [I, O]."""
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
         "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "bias": "none", "use_rslora": lora.rslora,

@@ -349,8 +349,7 @@ def movable_biases(routers: Sequence[str], buffers: Collection[str]) -> list[str
 
 
 def dropped(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[Collective]:
-    """Corrections to the declared all-to-alls: negative bytes for the picks that the last step dropped. They depend on
-    the data, so a plan cannot know them."""
+    """Negative bytes of all-to-alls, of the picks that the last step dropped: a plan cannot know them."""
     found = []
     for block in balance.modules:
         if is_within(block.name, layers):

@@ -72,8 +72,7 @@ class Ring:
         return lambda total: _add_pieces(total, arriving(), hop.sent)
 
     def _swap(self, sent_2SGD: Tensor, distance: int, tokens: int) -> Pending:
-        """Send to the rank `distance` further on, and receive the kv of `tokens` tokens from the one as far behind:
-        [2,S,G,D]. A message of no tokens is not sent."""
+        """Send to the rank `distance` ahead, and receive `tokens` tokens of kv from the one behind: [2,S,G,D]."""
         rank, size, sent = self.group.rank(), self.group.size(), sent_2SGD.contiguous()
         received = sent.new_empty(sent.shape[0], tokens, *sent.shape[2:])
         # What is received first: gloo's permission to send would wait behind what this rank sends to the same one.

@@ -144,8 +144,7 @@ class ContextParallel(LivePart):
 
 
 def _by_rank_of_heads(x_BLHD: Tensor, u: int) -> Tensor:
-    """Group heads by rank of u: [B,L,u,h,D]. With fewer key/value heads than ranks, several ranks get the same head:
-    2 heads over 4 ranks are 0, 0, 1, 1."""
+    """Group heads by rank of u: [B,L,u,h,D]. Ranks may share key/value heads: 2 over 4 ranks are 0, 0, 1, 1."""
     heads = x_BLHD.shape[2]
     if heads % u:
         x_BLHD = x_BLHD[:, :, [rank * heads // u for rank in range(u)]]

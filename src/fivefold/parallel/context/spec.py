@@ -115,8 +115,7 @@ def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
 
 
 def calls(step: Step) -> Iterator[Call]:
-    """Collectives of attention. A ring or an all-gather brings keys and values to the queries of other ranks; Ulysses
-    exchanges heads for tokens. `RxU` does both."""
+    """Collectives of attention: a ring or an all-gather of keys and values, heads for tokens (Ulysses), or both."""
     plan, shape = step.plan, step.shape
     u, rings = plan.cp_method.ulysses, plan.rings(shape.tokens)
     ring_axis, ulysses_axis = ("cp" if u == 1 else "cp_ring"), ("cp" if len(rings) == 1 else "cp_ulysses")
@@ -208,8 +207,7 @@ def layer_numbers(step: LayerStep, numbers: LayerNumbers) -> LayerNumbers:
 
 
 def _exchanged(step: LayerStep) -> float:
-    """Elements that Ulysses saves in addition: keys and values once more, and the output of attention before it goes
-    back to the ranks of its tokens."""
+    """Elements that Ulysses saves more: keys and values once more, and attention's output before its way back."""
     if step.plan.cp_method.ulysses == 1:
         return 0.0
     sizes = (heads.query * heads.value_size + _kv_size(heads) for heads in step.cost.attention)

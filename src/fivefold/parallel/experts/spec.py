@@ -80,8 +80,7 @@ def _summed_over_tp(step: Step, experts: Experts, layer: str) -> Iterator[Call]:
 
 
 def _shared_over_tp(step: Step, experts: Experts, layer: str) -> Iterator[Call]:
-    """Collectives of `+nosp`, where all tp ranks have the same tokens. Each sends its share of them, and the results
-    are gathered, padded to the longest share."""
+    """Collectives of `+nosp`: tp ranks each send their share of the tokens, and results are gathered, padded."""
     shape, tp = step.shape, step.plan.layout.tp
     longest = -(-shape.rows * shape.tokens // tp) * tp
     rows = longest * shape.hidden * shape.compute_bytes

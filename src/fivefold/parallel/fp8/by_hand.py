@@ -45,8 +45,7 @@ def nearest(x: Tensor, form: Format) -> Tensor:
 
 
 def cast(x_MK: Tensor, how: Cast, most: float | None = None) -> Tensor:
-    """Round the operand [M, K] of a product; the result is fp64 for fp64, else fp32. `most`: the largest value, from
-    which the scale follows; None: its own."""
+    """Round the operand [M, K] of a product, in fp32 or fp64. `most` sets the scale; None: its own largest value."""
     m, k = (size or whole for size, whole in zip(how.region, x_MK.shape, strict=True))
     wide = torch.float64 if x_MK.dtype == torch.float64 else torch.float32
     largest = F.max_pool2d(x_MK.to(wide).abs()[None, None], (m, k), ceil_mode=True)[0, 0]

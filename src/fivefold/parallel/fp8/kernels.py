@@ -153,8 +153,7 @@ def grouped_matmul(rows_SK: Rounded, weight_ENK: Rounded, ends_E: Tensor, dtype:
 
 
 def _in_tiles(scale_MC: Tensor) -> Tensor:
-    """Pack powers of 2 as e8m0 into consecutive tiles of 128 x 4: number (r, c) of a tile is at 16 (r mod 32) +
-    4 (r div 32) + c."""
+    """Pack powers of 2 as e8m0 into tiles of 128 x 4: (r, c) is at 16 (r mod 32) + 4 (r div 32) + c."""
     bits = (scale_MC.view(torch.int32) >> 23) & 255  # e8m0 has the exponent of fp32, and 255 is NaN
     padded = F.pad(bits, (0, -bits.shape[1] % 4, 0, -bits.shape[0] % 128)).to(torch.uint8)
     tiles = padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)

@@ -238,8 +238,7 @@ def restored(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def held_in(dtype: torch.dtype, pair: Pair) -> torch.dtype:
-    """Dtype in which emulated operands are multiplied: `dtype` if it holds their dequantised values (bf16 does, if
-    scales are powers of 2), else a wider one."""
+    """Dtype that holds dequantised operands: `dtype` (bf16 does, if scales are powers of 2), or a wider one."""
     return dtype if all(cast.is_power_of_2 for cast in pair) else torch.promote_types(dtype, torch.float32)
 
 

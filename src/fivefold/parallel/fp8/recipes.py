@@ -54,8 +54,7 @@ class Recipe:
 
     @property
     def casts_once(self) -> bool:
-        """True if each operand is cast once for both of its products (`tensorwise`). Forward then saves the cast input
-        for backward instead of the input."""
+        """True if each operand is cast once for both of its products (`tensorwise`): forward saves the cast input."""
         (x, w), (g, w_again), (g_again, x_again) = self.output, self.input_grad, self.weight_grad or (None, None)
         is_whole = all(cast.region == (None, None) for cast in (x, w, g))
         return is_whole and (x, w, g) == (x_again, w_again, g_again)

@@ -54,8 +54,7 @@ def _cast(x: Tensor, cast: Cast, largest: Tensor) -> Rounded:
 
 
 def products(model: nn.Module, mesh: Mesh, amax: AmaxHistory) -> dict[Role, Callable[..., Products]]:
-    """Make the products of each role; none without fp8. Ranks of the axis that splits a
-    dimension all-reduce amax."""
+    """Make the products of each role; none without fp8. Ranks that split a dimension all-reduce amax."""
     if mesh.layout.fp8 == "none":
         return {}
     recipe, found = RECIPES[mesh.layout.fp8], dict[Role, Callable[..., Products]]()

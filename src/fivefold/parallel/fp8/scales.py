@@ -63,8 +63,7 @@ class Fp8Scales(LivePart):
         return cls(state)
 
     def formats(self, state: ParallelState) -> Mapping[str, Fp8Format]:
-        """Formats of the weights that this rank sends in fp8, by name. A linear of another class multiplies by itself,
-        in the compute dtype."""
+        """Formats by weight that this rank sends in fp8. Linears of another class multiply by themselves."""
         if self._cast is None:
             return {}
         modules = dict(state.model.named_modules())
@@ -184,8 +183,7 @@ class AmaxHistory:
         return dict(zip(self.names, self.history.transpose(0, 1).tolist(), strict=True)) if len(self.history) else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint. If it lacks a linear (it did not train in fp8, or in fewer layers), no history is
-        left: the next step begins one."""
+        """Go on from a checkpoint. If it lacks a linear, no history is left: the next step begins one."""
         self.history, self._largest = self.history[:0], None
         if self.names and all(name in state for name in self.names):
             each = [state[name][-self.steps :] for name in self.names]

@@ -117,8 +117,7 @@ class Fp8Plan:
 
     @cached_property
     def gathers(self) -> tuple[str, ...]:
-        """Weights of the whole model that FSDP gathers in fp8, under recipes that cast whole weights once. Those that
-        share an input are next to each other."""
+        """Weights of the whole model that FSDP gathers in fp8: recipes cast them once. Neighbours share an input."""
         if not self.is_used or not RECIPES[self._plan.layout.fp8].casts_once:
             return ()
         names = [name for name, _ in self.matmuls(self._plan.anatomy.layers)]

@@ -64,8 +64,7 @@ def _shard(module: nn.Module, unit: Unit, mesh: Mesh, reduce_dtype: torch.dtype)
 
 
 def leave_after_forward(module: Any, unit: Unit, mesh: Mesh) -> None:
-    """Set what a unit's forward leaves for backward: all that was gathered, this rank's shard, or its part of a copy
-    that the ranks of a node share."""
+    """Set what a unit's forward leaves for backward: all, this rank's shard, or its part of a node's copy."""
     drop, has_copy = not keeps_gathered(mesh.layout, unit.name), mesh.layout.hpz > 0
     nodes = mesh.meshes.get(mesh.grid.node_axis(unit.over))
     module.set_reshard_after_forward(drop and (not has_copy or nodes is not None), recurse=False)
@@ -105,8 +104,7 @@ def _prefetch_within(model: Any, stages: Sequence[Sequence[str]]) -> None:
 
 
 def rest_in_dtensors(model: nn.Module, mesh: Mesh) -> None:
-    """Store parameters as FSDP leaves them when there is nothing to shard: as DTensors over one rank, which refuse to
-    be taken for whole parameters."""
+    """Store parameters as DTensors over one rank, which refuse to be taken for whole, if nothing is to be sharded."""
     resting = dict[nn.Parameter, nn.Parameter]()  # a tied one stays one
     for module in model.modules():
         for name, parameter in module._parameters.items():

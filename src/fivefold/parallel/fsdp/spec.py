@@ -47,8 +47,7 @@ def computes_in_copies(facts: ModelFacts, layout: Layout) -> bool:
 
 
 def keeps_gathered(layout: Layout, unit: str) -> bool:
-    """True if a unit's parameters stay gathered between forward and backward. The model's own unit ("") always does:
-    backward begins with it."""
+    """True if a unit stays gathered between forward and backward: backward begins with the model's own unit, ""."""
     return layout.zero < 3 or unit == ""
 
 
@@ -120,8 +119,7 @@ class FsdpPlan:
         return {name: _padded(self._placement.gathered_shape(name), shards) for name in unit.parameters}
 
     def gathered_bytes(self, unit: Unit) -> int:
-        """Bytes that a unit gathers, with padding: numbers of the types in which they are sent. Without FSDP, bytes of
-        its copies."""
+        """Bytes that a unit gathers, as they are sent, with padding. Without FSDP, bytes of its copies."""
         if not self.is_used:
             own = set(unit.parameters).intersection(self.copied)
             return sum(prod(self._placement.gathered_shape(name)) for name in own) * self._plan.layout.compute_bytes

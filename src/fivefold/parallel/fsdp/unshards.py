@@ -21,8 +21,7 @@ DEFERRED = {"I": 1, "W": -1}  # what a slot adds to the waiting gradients of wei
 
 @dataclass(frozen=True)
 class Unshards:
-    """Counts for one unit in a step: gathers in forward and in backward passes, and reductions. `near_...`: gathers
-    from the secondary copy."""
+    """Gathers and reductions of one unit in a step. `near_...`: gathers from the secondary copy."""
 
     forward: int
     backward: int

@@ -33,8 +33,7 @@ def sum_in_order(parts: Iterable[Tensor], out: Tensor) -> None:
 
 
 def mean_in_order(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The mean of `values`, one-dimensional, over the ranks of a group. Each rank sums a part of them, and all gather
-    these: the bytes of an all-reduce."""
+    """The mean of a vector over a group. Each rank sums a part, and all gather these: the bytes of an all-reduce."""
     ranks = group.size()
     sent = torch.nn.functional.pad(values, (0, -len(values) % ranks))
     received, mean = torch.empty_like(sent), sent.new_empty(len(sent) // ranks)

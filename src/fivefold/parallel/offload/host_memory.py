@@ -134,8 +134,7 @@ class Lane:
         return self._stream is not None
 
     def copy(self, pairs: Pairs) -> Copies:
-        """Copy every source to its target, after all work that the compute stream has so far: its writes to the
-        sources, and its reads of memory that targets reuse."""
+        """Copy every source to its target, after all work of the compute stream: its writes, and reads of targets."""
         if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)

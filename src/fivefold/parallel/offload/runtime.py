@@ -128,8 +128,7 @@ class OptimizerStates:
 
     @contextmanager
     def there(self, parameter: Tensor) -> Iterator[Tensor]:
-        """Bring the values of a parameter to the device in this context, to be changed: for an optimizer that walks its
-        states itself, and changes parameters later."""
+        """Bring a parameter to the device in this context, to be changed by an optimizer that walks its own states."""
         if parameter not in self._weights:
             yield local(parameter)
             return

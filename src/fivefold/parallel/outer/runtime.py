@@ -94,8 +94,7 @@ class OuterSteps(LivePart):
         return kind.startswith(_APART) and "/" in kind
 
     def own(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """This replica's numbers of a parameter, by kind; one that no replica is named with is of all of them, as in
-        checkpoints that had one for all."""
+        """This replica's numbers of a parameter, by kind. Those of no replica are of all, as in older checkpoints."""
         return {
             kind.removeprefix(self.prefix): number
             for kind, number in numbers.items()

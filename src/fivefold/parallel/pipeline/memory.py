@@ -78,8 +78,7 @@ def in_flight_bytes(
 
 
 def saved_bytes(plan: ParallelPlan, shape: StepShape, layers: Mapping[str, LayerBytes]) -> dict[str, int]:
-    """Layer -> bytes on the device that its micro batches in flight keep for backward. The first layer of a stage has
-    the stage's input and output besides."""
+    """Layer -> bytes on the device in flight until backward; a stage's first layer has its input and output too."""
     counts, stages = rank_in_flight(plan, shape.micro_batches).most, plan.placement.stages
     saved = {layer: count * layers[layer].kept for layer, count in layers_in_flight(plan, shape.micro_batches).items()}
     for stage in plan.placement.own_stages:

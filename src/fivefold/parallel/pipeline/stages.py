@@ -123,8 +123,7 @@ class StageModules:
         return torch.empty(self.shape(ids_BT), dtype=self.dtype, device=ids_BT.device)
 
     def check(self, stage: int, hidden_BTD: Tensor, ids_BT: Tensor) -> None:
-        """Raise `UserError` for hidden states of a shape or type that the next stage does not expect: its buffer would
-        be misread."""
+        """Raise `UserError` for hidden states of a shape or type that the next stage's buffer does not have."""
         if (hidden_BTD.shape, hidden_BTD.dtype) != (self.shape(ids_BT), self.dtype):
             raise UserError(
                 f"stage {stage} of {type(self.model).__name__} gives hidden states {list(hidden_BTD.shape)} in "

@@ -20,8 +20,7 @@ class RecomputePlan:
 
     @cached_property
     def linears(self) -> frozenset[str]:
-        """Linears of all layers whose outputs selective recompute saves: all but routers and a layer's last one, which
-        nothing after it reads again."""
+        """Linears of all layers that selective recompute saves: all but routers and a layer's last one."""
         routers = {block.router for block in self._plan.facts.experts}
         last = {block.row for block in self._plan.facts.partition.tp_blocks if block.is_last}
         names = (
@@ -106,8 +105,7 @@ def _edits_of_layers(plan: ParallelPlan) -> Iterator[Recompute]:
 
 
 def kept_bytes(step: LayerStep, numbers: LayerNumbers, layer: LayerBytes) -> LayerBytes:
-    """Keep only the input of a recomputed layer, and with selective recompute its expensive results. The rest of what
-    it saves exists while its backward runs."""
+    """Keep a recomputed layer's input, and its expensive results if selective. Backward has the rest once more."""
     shape, expensive = step.shape, 0
     if not shape.recompute.wraps(step.name):
         return layer

@@ -262,8 +262,7 @@ def _count_own_heads(model: nn.Module, block: TPBlock, size: int) -> None:
 def _over_all_features(
     plain: Callable[[Tensor], Tensor], blocks: tuple[tuple[Block, ...], ...], fold: TensorParallel
 ) -> Callable[[Tensor], Tensor]:
-    """Wrap the forward of a module that needs all features of a split projection (a norm over all heads): gather them,
-    and keep this rank's own of the result."""
+    """Wrap a module that needs all features of a split projection (a norm): gather them, keep this rank's result."""
     mine = feature_indices(blocks[fold.rank])
 
     def forward(x_BTF: Tensor) -> Tensor:
@@ -274,8 +273,7 @@ def _over_all_features(
 
 
 def _with_positions(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
-    """Make a pre-hook of the base that passes explicit positions of the whole sequence. By itself the model would count
-    its shard of the hidden states."""
+    """Make a pre-hook of the base that passes positions of the whole sequence: it would count its shard's."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         tokens = kwargs.get("input_ids", args[0] if args else None)

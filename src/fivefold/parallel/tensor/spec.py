@@ -31,8 +31,7 @@ def _fused(partition: Partition) -> str | None:
 
 
 def calls(step: Step) -> Iterator[Call]:
-    """Mappings into and out of every column/row pair, the embedding and the head; then, once a step, the sum of the
-    gradients that each tp rank holds in part."""
+    """Mappings of every column/row pair, the embedding and the head; once a step, sums of partial gradients."""
     plan, shape = step.plan, step.shape
     partition, anatomy = plan.partition.of_layers(plan.placement.layers), plan.anatomy
     first, last = plan.placement.has_ends
@@ -76,8 +75,7 @@ def _leave(step: Step, site: str, *, is_in_block: bool = True, is_last: bool = F
 
 
 def _across(step: Step, module: str, groups: FeatureGroups) -> Iterator[Call]:
-    """Calls of a module that sees all features, such as a norm over all heads. Forward gathers them, padded to the
-    widest rank; backward sums their gradients."""
+    """Calls of a module that sees all features: forward gathers them, padded; backward sums their gradients."""
     placement, shape = step.plan.placement, step.shape
     feature = shape.rows * shape.tokens * shape.compute_bytes  # bytes of one feature of all tokens
     shares = feature_blocks(groups, placement.layout.tp)
@@ -124,8 +122,7 @@ class Positions(Edit):
 
 @dataclass(frozen=True)
 class Enter(Edit):
-    """Give all tokens to a module. The modules of one `entry` share them. `gathers_again`: in backward, so that forward
-    saves none of the input."""
+    """Give all tokens to a module; those of one `entry` share them. `gathers_again`: in backward, saving none."""
 
     kind = "pre-hook"
     entry: TPInput
