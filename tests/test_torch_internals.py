@@ -28,6 +28,7 @@ from fivefold import torch_internals
 from fivefold.core.errors import UserError
 from fivefold.doctor import machine
 from fivefold.launch.nodes import Clock, FileBackend
+from tests import torch_surfaces
 from tests.rehearsal import fake_world
 
 
@@ -50,26 +51,27 @@ OF_CUDA = {"_C._distributed_c10d._dump_nccl_trace_json", "distributed.ProcessGro
 
 
 def test_this_torch_has_everything() -> None:
-    assert not torch_internals.missing()
+    assert not torch_surfaces.missing()
     torch_internals.check()
-    assert {surface.path for surface in torch_internals.surfaces() if not surface.is_there} <= OF_CUDA
+    assert {surface.path for surface in torch_surfaces.surfaces() if not surface.is_there} <= OF_CUDA
 
 
-def test_a_torch_without_an_interface_is_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("version", "is_supported"),
+    [("2.10.1", False), ("2.11.0a0+nv", True), ("2.14.3+cpu", True), ("2.15.0.dev20270101", False), ("3.0.0", False)],
+)
+def test_another_torch_is_refused(version: str, is_supported: bool) -> None:
     """Before anything runs, and in `fivefold doctor`."""
-    moved = torch_internals.Surface("ops.aten._moved_in_a_later_torch")
-    with patch.object(torch_internals, "surfaces", lambda: iter([moved])):
-        with pytest.raises(UserError, match=r"torch .* has no ops\.aten\._moved_in_a_later_torch") as caught:
-            torch_internals.check()
+    with patch.object(torch, "__version__", version):
         found = [finding for finding in machine.examine_machine().rows if finding.what == "torch's interfaces"]
+        if is_supported:
+            torch_internals.check()
+            assert not found
+            return
+        with pytest.raises(UserError, match=f"torch {re.escape(version)} is not one of those") as caught:
+            torch_internals.check()
     assert torch_internals.SUPPORTED in str(caught.value.fix)
-    assert found[0].state == "missing" and "_moved_in_a_later_torch" in found[0].found
-
-
-def test_what_is_optional_may_be_missing() -> None:
-    absent = torch_internals.Surface("nn.functional.not_there", is_optional=True)
-    with patch.object(torch_internals, "surfaces", lambda: iter([absent])):
-        assert not torch_internals.missing()
+    assert found[0].state == "missing" and version in found[0].found
 
 
 def test_what_moved_is_missing() -> None:
@@ -80,9 +82,9 @@ def test_what_moved_is_missing() -> None:
         f"{fsdp}._fsdp_state.FSDPState._lazily_init", f"{fsdp}._fsdp_param_group.FSDPParamGroup._partial_output",
         "nn.Module._parts", "ops.c10d._allgather_other_",
     )  # fmt: skip
-    assert not any(torch_internals.Surface(path).is_there for path in gone)
-    with patch.dict(torch_internals._NEEDED, {"": "_moved", "nn.Module": "_parts/_parameters"}, clear=True):
-        assert torch_internals.missing() == ["_moved"]
+    assert not any(torch_surfaces.Surface(path).is_there for path in gone)
+    with patch.dict(torch_surfaces.NEEDED, {"": "_moved", "nn.Module": "_parts/_parameters"}, clear=True):
+        assert torch_surfaces.missing() == ["_moved"]
 
 
 def test_nothing_is_assigned_that_torch_does_not_have() -> None:
@@ -141,7 +143,7 @@ OTHERS = {
 def test_the_list_of_private_names_is_whole() -> None:
     """Each that a file reads is looked for in torch, and what is looked for is read."""
     read = set[str]().union(*map(private_names, sources()))
-    paths = [each.path for each in torch_internals.surfaces()]
+    paths = [each.path for each in torch_surfaces.surfaces()]
     last = {name for path in paths for name in path.rpartition(".")[2].split("/") if PRIVATE.fullmatch(name)}
     assert read - OTHERS <= {name for path in paths for name in re.split(r"[./]", path)}
     assert last <= read
@@ -156,7 +158,7 @@ def sources() -> list[Path]:
 
 def private_names(file: Path) -> set[str]:
     """Private names that a file reads of others: attributes, modules, arguments of `getattr` and of `assign`; of
-    `torch_internals` all texts but the tables."""
+    `torch_internals` all texts."""
     nodes, here = list(ast.walk(tree(file))), file.name == "torch_internals.py"
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     own |= set() if here else {node.attr for node in assigned(file)}
@@ -180,14 +182,7 @@ def private_names(file: Path) -> set[str]:
 
 @cache
 def tree(file: Path) -> ast.Module:
-    """A file without the tables."""
-    parsed = ast.parse(file.read_text(encoding="utf-8"))
-    tables = ("_NEEDED", "_FOR_CARRIERS", "_OPTIONAL")
-    parsed.body = [
-        node for node in parsed.body
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in tables)
-    ]  # fmt: skip
-    return parsed
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def test_no_other_file_reads_a_private_interface() -> None:
@@ -509,7 +504,7 @@ def test_a_group_is_carried_by_what_it_is_given(world: None) -> None:
     """Synchronous, asynchronous and by operators; what is not taken goes to gloo, as other groups do."""
     own = timedelta(seconds=77)
     group, other, carrier = dist.new_group([0], timeout=own), dist.new_group([0]), Noted()
-    assert torch_internals.cpu_timeout(group) == own and torch_internals.can_carry()
+    assert torch_internals.cpu_timeout(group) == own
     torch_internals.carry(group, cast(Any, carrier))
     assert torch_internals.carried_by(group) is carrier and torch_internals.carried_by(other) is None
     x, whole = torch.ones(3), torch.empty(3)

@@ -1,10 +1,9 @@
 """Wrappers of torch's private interfaces; `models/hf_internals.py` is the counterpart for transformers.
 
 Callers use the functions below instead of the interfaces, except for attributes of modules and tensors that are as old
-as torch. `surfaces` lists every interface that any file reads; a test checks that it is complete. Each function has a
-contract test in `tests/test_torch_internals.py`, which fails if a new minor version of torch moves an interface.
-`check` tells users of such a torch before anything runs. `make versions` runs the tests on the oldest and the newest
-torch allowed.
+as torch. `tests/torch_surfaces.py` lists every interface that any file reads, and `tests/test_torch_internals.py` has a
+contract test of each function: both fail if a new minor version of torch moves an interface. `make versions` runs them
+on the oldest and the newest torch allowed; `check` refuses others.
 
 | interface | used for | differences between versions |
 |---|---|---|
@@ -20,7 +19,6 @@ torch allowed.
 | history of CUDA's allocator, Dynamo's metrics | `fivefold rehearse` | no other use |
 """
 
-import itertools
 import json
 import logging
 import pickle
@@ -28,13 +26,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from math import inf
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -334,41 +331,9 @@ def flight_recorder(backend: str) -> Callable[[bool, bool], str | bytes] | None:
 # Collectives on the CPU ----------------------------------------------------------------------------------------------
 
 
-class UnderWay(Protocol):
-    """A collective that a carrier has started."""
-
-    @property
-    def is_done(self) -> bool: ...
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until it is done, for `timeout` at most (None: the group's)."""
-
-
-class Carrier(Protocol):
-    """Carries collectives of CPU tensors in one group. Each method starts a collective, or returns None to leave it to
-    the group's own backend. `how`: 0 sum, 1 average, 3 minimum, 4 maximum, as c10d numbers them."""
-
-    def all_gather(self, output: Tensor, given: Tensor) -> UnderWay | None: ...
-
-    def reduce_scatter(self, output: Tensor, given: Tensor, how: int) -> UnderWay | None: ...
-
-    def all_reduce(self, tensor: Tensor, how: int) -> UnderWay | None: ...
-
-    def broadcast(self, tensor: Tensor, root: int) -> UnderWay | None: ...
-
-    def all_to_all(
-        self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> UnderWay | None: ...
-
-    def barrier(self) -> UnderWay | None: ...
-
+Carrier = Any  # `Channel` of `parallel/shared_memory.py`; its methods start a collective, or return None
 
 _carriers: "WeakKeyDictionary[dist.ProcessGroup, Carrier]" = WeakKeyDictionary()
-
-
-def can_carry() -> bool:
-    """True if this torch allows something other than its backends to carry collectives."""
-    return all(surface.is_there for surface in _surfaces(_FOR_CARRIERS, is_optional=True))
 
 
 def cpu_timeout(group: dist.ProcessGroup) -> timedelta | None:
@@ -387,7 +352,8 @@ def carried_by(group: dist.ProcessGroup) -> Carrier | None:
 
 def carry(group: dist.ProcessGroup, carrier: Carrier) -> None:
     """Let `carrier` carry the group's collectives of CPU tensors from now on, from any caller, as long as the group
-    exists. Every rank of the group calls this."""
+    exists. Every rank of the group calls this. What a method of it returns has `is_done` and `wait(timeout)`; None
+    leaves the collective to the group's own backend."""
     _carriers[group] = carrier
     if "c10d" in _overrides:
         return
@@ -400,7 +366,7 @@ _replaced: dict[str, Any] = {}  # c10d's own kernels, by operator
 
 def _run(
     name: str, arguments: Sequence[Any], group: Any, async_op: bool, timeout: int,
-    take: Callable[[Any], UnderWay | None], by_gloo: Callable[[Any], Any],
+    take: Callable[[Any], Any], by_gloo: Callable[[Any], Any],
 ) -> Any:  # fmt: skip
     """Run a collective on the group's carrier, or else on its backend, and return its boxed work.
 
@@ -419,7 +385,7 @@ def _run(
     return returned[-1] if isinstance(returned, tuple) else returned
 
 
-def _work(found: UnderWay, async_op: bool, timeout: int) -> Any:
+def _work(found: Any, async_op: bool, timeout: int) -> Any:
     if not async_op:
         found.wait(timedelta(milliseconds=timeout) if timeout > 0 else None)
     if found.is_done:
@@ -462,7 +428,7 @@ def _reduce_scatter(
         options = _options("ReduceScatterOptions", async_op, timeout, reduceOp=_reduction(how))
         return gloo._reduce_scatter_base(output, given, options)
 
-    def take(carrier: Carrier) -> UnderWay | None:
+    def take(carrier: Carrier) -> Any:
         return carrier.reduce_scatter(output, given, how.op())
 
     arguments = output, given, group, how, async_op, timeout
@@ -475,7 +441,7 @@ def _all_reduce(
     def by_gloo(gloo: Any) -> Any:
         return gloo.allreduce(tensors, _options("AllreduceOptions", async_op, timeout, reduceOp=_reduction(how)))
 
-    def take(carrier: Carrier) -> UnderWay | None:
+    def take(carrier: Carrier) -> Any:
         return carrier.all_reduce(tensors[0], how.op()) if len(tensors) == 1 else None
 
     arguments = tensors, group, how, sparse, async_op, timeout
@@ -489,7 +455,7 @@ def _broadcast(
         options = _options("BroadcastOptions", async_op, timeout, rootRank=root, rootTensor=root_tensor)
         return gloo.broadcast(tensors, options)
 
-    def take(carrier: Carrier) -> UnderWay | None:
+    def take(carrier: Carrier) -> Any:
         return carrier.broadcast(tensors[0], root) if len(tensors) == 1 else None
 
     arguments = tensors, group, root, root_tensor, async_op, timeout
@@ -503,7 +469,7 @@ def _all_to_all(
     def by_gloo(gloo: Any) -> Any:
         return gloo.alltoall_base(output, given, received, sent, _options("AllToAllOptions", async_op, timeout))
 
-    def take(carrier: Carrier) -> UnderWay | None:
+    def take(carrier: Carrier) -> Any:
         return carrier.all_to_all(output, given, received, sent)
 
     arguments = output, given, group, received, sent, async_op, timeout
@@ -726,7 +692,7 @@ def fsdp_cuts_own_shards() -> Iterator[None]:
 
     torch makes a view for every rank of the group and parameter, which took 100 s for 291 parameters on 16,384 ranks.
     """
-    module = import_module(f"torch.{_FSDP}._fsdp_param")
+    module = import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
     usual = getattr(module, "_chunk_with_empty", None)
     if usual is None:  # this torch cuts in another way
         yield
@@ -921,21 +887,7 @@ def close_rendezvous(rendezvous: Any, number: int, *, seconds: float = 30) -> bo
         return bool(rendezvous._state_holder.state.closed)
 
 
-class Times(Protocol):
-    """Translates the times in a state: those of torch are by the clock of this node, those of JSON are any texts that
-    change when the time does."""
-
-    def look(self) -> None:
-        """A state is being read."""
-
-    def last_seen(self, node: tuple[str, int, int], text: str) -> datetime:
-        """The time of the last heartbeat of a node: address, process id, and a number."""
-
-    def deadline(self, text: str, nodes: Sequence[tuple[str, int, int]]) -> datetime:
-        """The time until which a round waits for more nodes than `nodes`."""
-
-    def text(self, node: tuple[str, int, int] | None, time: datetime) -> str:
-        """The text of a time; `node` None: that of `deadline`."""
+Times = Any  # `Clock` of `launch/nodes.py`
 
 
 def new_rendezvous(number: int) -> str:
@@ -974,151 +926,19 @@ def rendezvous_of_json(text: str, times: Times) -> bytes:
 _OF_NODES = ("participants", "last_heartbeats")  # tables of a rendezvous
 
 
-# Feature tests -------------------------------------------------------------------------------------------------------
+# Versions ------------------------------------------------------------------------------------------------------------
 
 
-_FSDP = "distributed.fsdp._fully_shard"
-
-# Owner, as a path from `torch`, -> its attributes that are read. `a/b`: one of them is enough.
-_NEEDED: Mapping[str, str] = {
-    "": "_dynamo _foreach_copy_ _foreach_mul_ _foreach_norm _inductor",
-    "ScriptObject": "_type",
-    "Tensor": "_backward_hooks _make_wrapper_subclass _post_accumulate_grad_hooks _version",
-    "UntypedStorage": "_cdata",
-    "_C": "DisableTorchFunctionSubclass _ForceDispatchKeyGuard _SetExcludeDispatchKeyGuard _current_graph_task_id "
-    "_disabled_torch_function_impl _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set _distributed_c10d",
-    "_C._autograd": "_top_saved_tensors_default_hooks",
-    "_dynamo.config": "recompile_limit skip_fwd_side_effects_in_bwd_under_checkpoint",
-    "_ops.OpOverload": "_overloadpacket _schema",
-    "autograd": "_unsafe_preserve_version_counter",
-    "autograd.Variable._execution_engine": "queue_callback",
-    "cuda": "_is_in_bad_fork",
-    "distributed.ProcessGroup": "_get_backend",
-    "distributed.distributed_c10d": "_get_default_store _resolve_process_group _set_pg_timeout",
-    "distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler": "_heartbeat_lock _op_executor "
-    "_state_holder",
-    "distributed.elastic.rendezvous.dynamic_rendezvous": "_Action _NodeDesc _RendezvousState _delay",
-    "distributed.elastic.rendezvous.dynamic_rendezvous._NodeDesc": "addr pid",
-    "distributed.elastic.rendezvous.dynamic_rendezvous._BackendRendezvousStateHolder": "_cache_duration "
-    "_last_sync_time",
-    "distributed.elastic.rendezvous.dynamic_rendezvous._RendezvousState": "closed deadline last_heartbeats "
-    "participants redundancy_list round wait_list",
-    "distributed.tensor.DTensor": "_local_tensor _spec",
-    f"{_FSDP}._fully_shard.FSDPModule": "_get_fsdp_state",
-    f"{_FSDP}._fsdp_state.FSDPState": "_comm_ctx _fsdp_param_groups/_fsdp_param_group _lazy_init _state_ctx "
-    "_training_state",
-    f"{_FSDP}._fsdp_state.FSDPStateContext": "iter_forward_root post_backward_final_callback_queued",
-    f"{_FSDP}._fsdp_common": "HSDPMeshInfo",
-    f"{_FSDP}._fsdp_common.TrainingState": "IDLE",
-    f"{_FSDP}._fsdp_param_group.FSDPCommContext": "post_forward_order reduce_scatter_states/reduce_scatter_state",
-    f"{_FSDP}._fsdp_param_group.FSDPParamGroup": "_init_mp_dtypes _orig_dtype _partial_reduce_output "
-    "_post_forward_indices _training_state comm_ctx finalize_backward fsdp_params post_backward "
-    "_to_sharded _to_sharded_post_forward all_reduce_grads is_sharded post_forward_mesh_info wait_for_unshard",
-    f"{_FSDP}._fsdp_param.FSDPParam": "_init_extensions _init_sharded_post_forward_param_metadata _module_info "
-    "_orig_size _sharded_param_data _sharded_post_forward_param _sharded_post_forward_param_data _unsharded_param "
-    "accumulate_unsharded_grad_if_needed padded_sharded_param_size post_forward_mesh_info reset_sharded_param "
-    "sharded_param to_accumulated_grad_if_needed unsharded_accumulated_grad",
-    f"{_FSDP}._fsdp_param.ParamModuleInfo": "module param_name shared_modules shared_param_names",
-    "nn.Module": "_apply _buffers _forward_hooks _forward_pre_hooks _modules _parameters",
-    "nn.init": "_calculate_fan_in_and_fan_out",
-    "nn.modules.conv": "_ConvNd",
-    "ops._c10d_functional": "all_gather_into_tensor all_reduce all_to_all_single reduce_scatter_tensor wait_tensor",
-    "ops.aten": "_flash_attention_backward _flash_attention_forward "
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
-    "optim.Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
-    "utils": "_python_dispatch _pytree",
-}  # fmt: skip
-
-# Without these, gloo carries all collectives.
-_FOR_CARRIERS: Mapping[str, str] = {
-    "_C._distributed_c10d": "PythonCallbackWork _create_work_from_future",
-    "_C._distributed_c10d.Work": "boxed",
-    "_C._distributed_c10d.Backend.Options": "_timeout",
-    "distributed.ProcessGroup": "_device_types",
-    "distributed.ProcessGroupGloo": "_allgather_base _reduce_scatter_base",
-    "library": "get_kernel",
-    "ops.c10d": " ".join(_CARRIED),
-}
-
-# Their readers work without them.
-_OPTIONAL: Mapping[str, str] = {
-    "": "_grouped_mm _scaled_grouped_mm",
-    "_C._distributed_c10d": "_dump_fr_trace_json _dump_nccl_trace_json",
-    "_inductor.codecache": "_HEADER_DIR _HEADER_LOCK_DIR",
-    "_dynamo.utils": "counters get_compilation_metrics set_compilation_metrics_limit",
-    f"{_FSDP}._fsdp_param": "_chunk_with_empty",
-    "cuda.memory": "_record_memory_history _snapshot",
-    "distributed.ProcessGroupNCCL": "_comm_ptr",
-    "nn.functional": "grouped_mm",
-    "ops.aten": " ".join(_DEAR),
-    "ops.mkldnn": "_is_mkldnn_bf16_supported _linear_pointwise",
-    "testing": "_internal",
-}
-
-
-@dataclass(frozen=True)
-class Surface:
-    """A private interface: its path from `torch`. `is_optional`: its readers work without it."""
-
-    path: str
-    is_optional: bool = False
-
-    @property
-    def is_there(self) -> bool:
-        owner, _, names = self.path.rpartition(".")
-        try:
-            found = _at(owner)
-        except (ImportError, AttributeError):
-            return False
-        return any(_has(found, name) for name in names.split("/"))
-
-
-def surfaces() -> Iterator[Surface]:
-    """Yield every private interface of torch that any file reads."""
-    for table in (_NEEDED, _FOR_CARRIERS, _OPTIONAL):
-        yield from _surfaces(table, is_optional=table is not _NEEDED)
-
-
-def _surfaces(table: Mapping[str, str], *, is_optional: bool) -> Iterator[Surface]:
-    for owner, names in table.items():
-        yield from (Surface(f"{owner}.{name}".strip("."), is_optional) for name in names.split())
-
-
-def _at(path: str) -> Any:
-    """Resolve a path from `torch`, importing modules. Raises `ImportError` or `AttributeError`."""
-    found: Any = torch
-    for name in path.split(".") if path else ():
-        found = import_module(f"{found.__name__}.{name}") if _has_module(found, name) else getattr(found, name)
-    return found
-
-
-def _has(owner: Any, name: str) -> bool:
-    """True if `owner` has `name` as a module or an attribute, or if its methods use the name (instance attributes)."""
-    return _has_module(owner, name) or hasattr(owner, name) or name in _of_instances(owner)
-
-
-def _has_module(package: Any, name: str) -> bool:
-    """True if the package has a module of this name that is not imported yet."""
-    own = getattr(package, "__dict__", {})
-    return "__path__" in own and name not in own and find_spec(f"{package.__name__}.{name}") is not None
-
-
-def _of_instances(owner: Any) -> set[str]:
-    own = list(vars(owner).values()) if isinstance(owner, type) else []
-    methods = [getattr(member, "fget", member) for member in own]
-    named = [method.__code__.co_names for method in methods if hasattr(method, "__code__")]
-    return {*getattr(owner, "__annotations__", {}), *itertools.chain(*named)}
-
-
-def missing() -> list[str]:
-    """The required interfaces that this torch lacks."""
-    return [surface.path for surface in surfaces() if not (surface.is_optional or surface.is_there)]
+def is_supported() -> bool:
+    """True for a torch of `SUPPORTED`, on whose versions the contract tests of these interfaces run."""
+    first, last = (tuple(map(int, version.split("."))) for version in SUPPORTED.split(" to "))
+    return first <= tuple(map(int, torch.__version__.split(".")[:2])) <= last
 
 
 def check() -> None:
-    """Raise `UserError` if this torch lacks an interface without which training would fail or be wrong."""
-    if lacking := missing():
+    """Raise `UserError` for another torch, whose private interfaces may have moved."""
+    if not is_supported():
         raise UserError(
-            f"torch {torch.__version__} has no {', '.join(lacking)}, which fivefold needs",
+            f"torch {torch.__version__} is not one of those whose interfaces fivefold knows",
             fix=f"install torch {SUPPORTED}",
         )

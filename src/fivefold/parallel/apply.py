@@ -62,8 +62,7 @@ def parallelize(
 
     `prove` (see `probe.check`) is called for a class that `models/partition.py` does not list, if tp is more than 1.
 
-    Raises `UserError` when the layout does not fit the world or the model, or when this torch lacks a private interface
-    that `torch_internals.py` reads.
+    Raises `UserError` when the layout does not fit the world or the model, or for a torch that is not supported.
     """
     torch_internals.check()
     layout = layout.resolve(dist.get_world_size())

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fivefold.core.c_library import compile_library, kept_library
 from fivefold.core.errors import UserError, first_line
-from fivefold.torch_internals import can_carry, carried_by, carry, cpu_timeout
+from fivefold.torch_internals import carried_by, carry, cpu_timeout
 
 SOURCE = Path(__file__).with_name("shared_memory.c")
 LIBRARY = "shared_memory.so"
@@ -73,8 +73,6 @@ def lacks() -> str:
     """Return why processes of this machine do not share memory; "" if they do. The first call may compile it (1 s)."""
     if _switch() == "gloo":
         return f"{SWITCH} is gloo"
-    if not can_carry():
-        return "this torch leaves collectives to its backends alone"
     if not os.access(_FOLDER, os.W_OK | os.X_OK):
         return f"{_FOLDER} is not there, or not to be written"
     found = _library()
@@ -133,7 +131,7 @@ def connect(group: dist.ProcessGroup) -> None:
     """
     if _switch() not in ("", "gloo"):
         raise UserError(f"{SWITCH}={os.environ[SWITCH]} is no transport", fix=f"{SWITCH}=gloo, or leave it out")
-    timeout = cpu_timeout(group) if can_carry() else None
+    timeout = cpu_timeout(group)
     if timeout is None or not 1 < group.size() <= _MOST_RANKS or is_connected(group):
         return
     channel = _agreed(group, timeout)
