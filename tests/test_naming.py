@@ -31,12 +31,12 @@ NAMED = {
     "recompute": (r"recompute", r"parallel/recompute/", 24),
     "tensor": (r"parallel\.tensor|sequence_parallel|tensor_?parallel", r"parallel/tensor/", 31),
     "best": (r"best_step|keep_best|\bbest\b|early_stop|check_best", r"core/best|training/evaluation", 28),
-    "checks": (r"check_every|training\.checks|Checks\b", r"training/checks/", 3),
+    "checks": (r"check_every|training\.checks|Checks\b", r"training/(standing_)?checks", 3),
     "elastic": (r"elastic|node_range|OthersGone", r"training/nodes|launch/(nodes|meeting)", 8),
     "evaluation": (r"evaluat|\beval\b", r"evaluation/|training/evaluation", 28),
     "kept step": (r"kept_?step", r"kept_steps|training/keeping", 8),
     "samples": (r"\bsamples?\b", r"training/evaluation|generation/", 16),
-    "stragglers": (r"straggl", r"training/checks/p", 1),
+    "stragglers": (r"straggl", r"training/standing_checks", 1),
     "trackers": (r"tracker|wandb|mlflow|trackio|tensorboard", r"training/trackers", 3),
 }
 

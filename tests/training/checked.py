@@ -17,10 +17,9 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.matrices.runtime import FullMatrices
 from fivefold.parallel.state import state_of
 from fivefold.parallel.tensor.runtime import TensorParallel
-from fivefold.training import checks
+from fivefold.training import checks, standing_checks
 from fivefold.training import run as run_module
-from fivefold.training.checks import part
-from fivefold.training.checks.state import hashes
+from fivefold.training.checks import hashes
 from fivefold.training.optimizers import build_optimizer, rule_of
 from fivefold.training.optimizers.muon import Muon
 from fivefold.training.step import train_step
@@ -73,8 +72,8 @@ def misread(case: Case, rows: PackedRows, readings: Sequence[Reading]) -> list[l
 
 def with_slow_rank(tree: dict[str, Any], may_leave: bool) -> Ran:
     """Train on this rank, where rank 1 computes slowly. `may_leave`: nodes may be left out."""
-    slow = patch.object(part, "_seconds", lambda _: 3.0 if dist.get_rank() == 1 else 1.0)
-    with slow, patch.object(part, "may_leave_out", lambda _: may_leave):
+    slow = patch.object(standing_checks, "_seconds", lambda _: 3.0 if dist.get_rank() == 1 else 1.0)
+    with slow, patch.object(standing_checks, "may_leave_out", lambda _: may_leave):
         return on_rank(tree)
 
 
@@ -294,13 +293,13 @@ def train_unlike(tree: dict[str, Any]) -> Ran:
 
 def train_and_note(tree: dict[str, Any]) -> tuple[Ran, list[int]]:
     """The steps that were checked, too."""
-    checked, plain = [], part.StandingChecks.check
+    checked, plain = [], standing_checks.StandingChecks.check
 
     def check(self: Any, run: Any, *rest: Any) -> None:
         plain(self, run, *rest)
         checked.append(run.step)
 
-    with patch.object(part.StandingChecks, "check", check):
+    with patch.object(standing_checks.StandingChecks, "check", check):
         return on_rank(tree), checked
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.data.order import shares
 from fivefold.parallel.layout import Layout
-from fivefold.training.checks.ledger import _misread
+from fivefold.training.checks import _misread
 from tests.data.helpers import write_jsonl
 from tests.training.bodies import Stopped, column, run_file, same, state, train
 

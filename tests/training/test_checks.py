@@ -14,9 +14,8 @@ from fivefold.core.history import load
 from fivefold.data import PackedRows
 from fivefold.launch.failure import Suspected
 from fivefold.training import checks
-from fivefold.training.checks import Finding
-from fivefold.training.checks.part import Pace
-from fivefold.training.checks.state import _outvoted
+from fivefold.training.checks import Finding, _outvoted
+from fivefold.training.standing_checks import Pace
 from tests.allpairs import all_pairs
 from tests.data.helpers import prepare_texts, random_texts
 from tests.parity import Case
@@ -203,7 +202,7 @@ def test_a_hash_does_not_depend_on_its_pieces_for_small_tensors_and_sees_all_of_
     plain = torch.randn(1000)
     small = hash_of(plain[:64])
     assert hash_of(plain, plain[:64])[1:] == small, "nor on what is hashed beside it"
-    with patch("fivefold.training.checks.state.PIECE_OF_CPU", 64):
+    with patch("fivefold.training.checks.PIECE_OF_CPU", 64):
         assert hash_of(plain[:64]) == small
         for at in (0, 63, 64, 500, 999):
             other = plain.clone()

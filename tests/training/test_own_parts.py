@@ -14,10 +14,9 @@ from fivefold.checkpoint import Checkpoint, step_folder
 from fivefold.config import load_config
 from fivefold.config.schema import check_code
 from fivefold.core.errors import UserError
-from fivefold.training import parts
+from fivefold.training import parts, standing_checks
 from fivefold.training import run as run_module
 from fivefold.training.checkpoints import Checkpoints
-from fivefold.training.checks import part as checks_part
 from fivefold.training.environment import Environment
 from fivefold.training.part import RunProgress, own_parts
 from tests.tiers import put_off
@@ -317,9 +316,9 @@ def test_all_counters_come_back() -> None:
 def test_what_is_saved_between_the_standing_checks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
     for name in ("replicas", "finite"):
-        monkeypatch.setattr(checks_part, name, lambda *_: [1])
-    monkeypatch.setattr(checks_part, "fail_on", lambda findings, **_: found.extend(findings))
-    standing, run = checks_part.StandingChecks(), MagicMock(config=load_config(None))
+        monkeypatch.setattr(standing_checks, name, lambda *_: [1])
+    monkeypatch.setattr(standing_checks, "fail_on", lambda findings, **_: found.extend(findings))
+    standing, run = standing_checks.StandingChecks(), MagicMock(config=load_config(None))
     standing.at_save(run)
     assert found == [1, 1]
     standing.update = MagicMock()  # its step has passed already

@@ -50,7 +50,7 @@ _PHASES = (
     ("training/evaluation.py", "measure", "an evaluation"),
     ("training/step.py", "mean_loss", "an evaluation"),
     ("training/evaluation.py", "draw", "a sample"),
-    ("training/checks/part.py", "after_step", "the standing checks"),
+    ("training/standing_checks.py", "after_step", "the standing checks"),
     ("torch/autograd/", "backward", "backward"),
     ("torch/autograd/", "_engine_run_backward", "backward"),
     ("parallel/passes.py", "gradients", "forward"),

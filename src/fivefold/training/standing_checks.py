@@ -17,10 +17,7 @@ from fivefold.core.text import listed
 from fivefold.data.batch import MicroBatch
 from fivefold.launch.failure import Suspected
 from fivefold.training.checkpoints import Checkpoints
-from fivefold.training.checks.findings import fail_on, gather
-from fivefold.training.checks.ledger import ledger
-from fivefold.training.checks.state import finite, replicas
-from fivefold.training.checks.update import Update, moved, observing, rates
+from fivefold.training.checks import Update, fail_on, finite, gather, ledger, moved, observing, rates, replicas
 from fivefold.training.optimizers import rule_for
 from fivefold.training.part import LiveRun, Part
 from fivefold.training.step import StepResult
