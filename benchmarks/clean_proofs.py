@@ -34,9 +34,9 @@ from fivefold.models.discover import facts_of
 from fivefold.parallel.features import limits_of
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.legality import violations
-from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import LEARNING_RATE, WEIGHT_DECAY, ProofCase, rows_for
+from fivefold.verification.ranks import prepare
 from fivefold.verification.reduced_model import fill
 from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.results import LayoutResult

@@ -32,7 +32,7 @@ from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import build_optimizer
-from fivefold.verification.exact import exact
+from fivefold.verification.by_hand import exact
 from tiny_configs import Values, default_config, make_config, tiny_values
 
 TOLERANCE = 1e-9  # of the losses and every gradient; what is not the same differs by far more

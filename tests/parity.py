@@ -37,7 +37,7 @@ from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import build_optimizer, rule_for
-from fivefold.verification.exact import exactly
+from fivefold.verification.by_hand import exactly
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.reference import ReferenceRun
 from tests.families import TINY

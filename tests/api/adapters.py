@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fivefold as ff
-from fivefold.verification.exact import exact
+from fivefold.verification.by_hand import exact
 from tests.api.loop import CLIP, STEPS, Outcome, as_numpy, build, mean_loss, share
 
 RATE = 3e-2

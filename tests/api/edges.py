@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fivefold as ff
-from fivefold.verification.exact import exact
+from fivefold.verification.by_hand import exact
 from tests.api.loop import CLIP, as_numpy, build, mean_loss, plain, share
 from tests.parity import Case, reference_model
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fivefold as ff
-from fivefold.verification.exact import exact
+from fivefold.verification.by_hand import exact
 from tests.api.optimizers import Lamb
 from tests.parity import PAD, VOCABULARY, Case, reference_model
 

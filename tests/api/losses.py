@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fivefold as ff
-from fivefold.verification.exact import exact
+from fivefold.verification.by_hand import exact
 from tests.api.loop import CLIP, STEPS, Outcome, as_numpy, assert_equal, build, share
 
 YES, NO = 17, 42  # two tokens of the vocabulary

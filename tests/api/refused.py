@@ -19,7 +19,7 @@ from transformers import JetMoeConfig, JetMoeForCausalLM, PreTrainedTokenizerFas
 import fivefold as ff
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
-from fivefold.verification.exact import exact
+from fivefold.verification.by_hand import exact
 from tests.api.loop import CLIP, build, mean_loss, plain
 from tests.api.optimizers import Prodigy
 from tests.parity import VOCABULARY

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import fivefold as ff
 from fivefold.parallel.dtensor import local
-from fivefold.verification.exact import exact
+from fivefold.verification.by_hand import exact
 from tests.api.edges import freeze
 from tests.api.loop import CLIP, OPTIMIZERS, as_numpy, build, plain, share
 from tests.parity import Case, reference_model

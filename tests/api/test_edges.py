@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.verification.exact import exact
+from fivefold.verification.by_hand import exact
 from tests.api import edges
 from tests.api.loop import build, reference
 from tests.pool import run_ranks

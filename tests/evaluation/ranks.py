@@ -10,7 +10,7 @@ from fivefold.evaluation.harness import log_probabilities
 from fivefold.evaluation.run import evaluate
 from fivefold.generation.opened import open_model
 from fivefold.launch.world import World
-from fivefold.verification.exact import exactly
+from fivefold.verification.by_hand import exactly
 
 
 def here() -> World:

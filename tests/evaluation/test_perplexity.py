@@ -16,7 +16,7 @@ from fivefold import cli
 from fivefold.core.errors import UserError
 from fivefold.evaluation import EvaluateRequest
 from fivefold.launch.once import run_once
-from fivefold.verification.exact import exactly
+from fivefold.verification.by_hand import exactly
 from tests.checkpoint.folders import OVERRIDES, hf_folder
 from tests.evaluation.ranks import measured, scored
 from tests.parity import Case

@@ -26,7 +26,7 @@ from fivefold.models.sources import ModelTensors, RandomInit, SafetensorsFolder,
 from fivefold.models.trace import trace
 from fivefold.parallel.apply import parallelize
 from fivefold.training.model import build_model
-from fivefold.verification.exact import exact
+from fivefold.verification.by_hand import exact
 from tests.checkpoint.folders import OVERRIDES, VOCABULARY, hf_folder, save_run
 from tests.parity import FAMILIES, PAD, Case, hf_config, reference_model
 from tests.pool import run_ranks

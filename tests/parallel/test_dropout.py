@@ -1,5 +1,5 @@
 """Dropout is a function of seed, step, row, position, feature and site: the same under every layout, and that of
-`verification/dropout_by_hand.py` in the unmodified model."""
+`verification/by_hand.py` in the unmodified model."""
 
 import json
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from fivefold.parallel.passes import Inputs
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import Weights, rule_of
-from fivefold.verification.dropout_by_hand import Draws
+from fivefold.verification.by_hand import Draws
 from tests.parallel.test_adapter import as_here, of_peft
 from tests.parallel.test_parity import run, truth
 from tests.parity import (

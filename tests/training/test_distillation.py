@@ -29,7 +29,7 @@ from fivefold.parallel.state import state_of
 from fivefold.training import distillation
 from fivefold.training import step as training_step
 from fivefold.training.inputs import evaluating, to_device
-from fivefold.verification.exact import exactly
+from fivefold.verification.by_hand import exactly
 from tests.parity import ROW, VOCABULARY, Case, build, documents, gathered, gradient, piece, pieces, reference_model
 from tests.pool import run_ranks
 from tests.tiers import put_off

@@ -14,8 +14,7 @@ from fivefold.config import load_config
 from fivefold.core.errors import UserError
 from fivefold.core.objectives import OBJECTIVES, ObjectiveFacts
 from fivefold.training.objectives import LOSSES, Objective, Ratings, pair_losses
-from fivefold.verification import objectives_by_hand
-from fivefold.verification.objectives_by_hand import PAIRS, RATED
+from fivefold.verification.by_hand import PAIRS, RATED, preference_loss
 from fivefold.verification.proof_case import ProofCase
 from tests.pool import run_ranks
 from tests.verification import mutation
@@ -64,7 +63,7 @@ def test_a_loss_without_facts_is_an_error_and_so_are_facts_without_a_loss(tmp_pa
     with known(), patch.dict(PAIRS):
         del PAIRS["hinge"]
         with pytest.raises(ValueError, match="hinge has no formula by hand"):
-            objectives_by_hand.preference_loss(_case("hinge"), torch.zeros(1, 2), torch.ones(1, 2))
+            preference_loss(_case("hinge"), torch.zeros(1, 2), torch.ones(1, 2))
 
 
 def _case(objective: str) -> ProofCase:

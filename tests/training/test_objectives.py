@@ -25,7 +25,7 @@ from fivefold.training import step as training_step
 from fivefold.training.objectives import Objective, Ratings, pair_losses
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.preference import ObjectiveSpec, log_probs, mean_over_pairs, pairs_of, table
-from fivefold.verification.exact import exactly
+from fivefold.verification.by_hand import exactly
 from tests.parity import ROW, VOCABULARY, Case, build, gathered, gradient, pieces, reference_model
 from tests.pool import run_ranks
 from tests.tiers import put_off

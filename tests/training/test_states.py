@@ -1,5 +1,5 @@
 """Optimizer state in bf16 and in 8 bits: each number is what a search in a table gives, on average nothing is lost, and
-layouts and checkpoints keep it (`verification/states_by_hand.py`, tests/checkpoint/test_reshard.py)."""
+layouts and checkpoints keep it (`verification/by_hand.py`, tests/checkpoint/test_reshard.py)."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,8 +22,8 @@ from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.optimizers.states import KeptState
 from fivefold.training.step import step_shape, train_step
+from fivefold.verification.by_hand import kept_state
 from fivefold.verification.reference import ReferenceRun
-from fivefold.verification.states_by_hand import kept
 from tests.parity import Case, batch_of, build, documents, proof, reference_model, subject
 from tests.pool import run_ranks
 
@@ -58,7 +58,7 @@ def test_each_number_is_that_of_a_search_in_a_table(dtype: Any, type_: torch.dty
     values = values.abs() if kind == "exp_avg_sq" else values
     values[3, 5], values[7] = 0, 0
     left = _after(values, kind, dtype, step=7)
-    torch.testing.assert_close(left, kept(values, "a.weight", kind, 7, dtype), rtol=1e-13, atol=0)
+    torch.testing.assert_close(left, kept_state(values, "a.weight", kind, 7, dtype), rtol=1e-13, atol=0)
     assert not left[7].any() and not left[3, 5]
     assert kind != "exp_avg_sq" or not (left == 0)[values > 0].any()  # it is divided by
 

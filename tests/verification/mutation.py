@@ -23,9 +23,9 @@ from fivefold.core.errors import RunFailed
 from fivefold.models import discover, hf_internals
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.layout import DEGREES, Layout
-from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import CHUNKS, LEARNING_RATE, WEIGHT_DECAY, ProofCase
+from fivefold.verification.ranks import prepare
 from fivefold.verification.reduced_model import fill
 from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.results import ComparisonRow, LayoutResult

@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 
 from fivefold.parallel.layout import Layout
-from fivefold.verification.prepare import flips, left_to_chance, prepare, rounding
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import ProofCase
+from fivefold.verification.ranks import flips, left_to_chance, prepare, rounding
 from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.results import FACTOR, LayoutResult, relative_number
 from tests.parallel.test_context_parity import ROBERTA

@@ -7,7 +7,7 @@ import torch
 
 from fivefold.config import OptimizerSection
 from fivefold.parallel.layout import Layout
-from fivefold.verification.objectives_by_hand import answer_log_probs
+from fivefold.verification.by_hand import answer_log_probs
 from fivefold.verification.proof_case import ProofCase, lengths, micro_batches, row_numbers, rows_for
 
 

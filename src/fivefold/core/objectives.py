@@ -1,6 +1,6 @@
 """Facts about each objective on answers: what it compares, and what an answer counts by. No torch.
 
-`training/objectives.py` holds the losses, `verification/objectives_by_hand.py` their formulas by hand.
+`training/objectives.py` holds the losses, `verification/by_hand.py` their formulas by hand.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """`fivefold verify`: prove that layouts compute the same as one process, and name the first module that does not.
 
 In order: on the ranks (`ranks`) `reduced_model`, `proof_case` (documents), `reference` (one process) and `proof` (a
-layout, watched by `observer`); `results` (tolerances and verdicts); `report`. Only the ranks load torch.
+layout, watched and compared by `observer`); `results` (tolerances and verdicts); `report`. Only the ranks load torch.
 """
 
 import shutil

@@ -40,10 +40,8 @@ from fivefold.training.objectives import Objective
 from fivefold.training.optimizers import build_optimizer, rule_for
 from fivefold.training.optimizers.states import restored_state
 from fivefold.training.step import local_gradients
-from fivefold.verification.comparison import Comparison
-from fivefold.verification.exact import exactly
-from fivefold.verification.objectives_by_hand import teacher_targets
-from fivefold.verification.observer import Observer
+from fivefold.verification.by_hand import exactly, teacher_targets
+from fivefold.verification.observer import Comparison, Observer
 from fivefold.verification.proof_case import LEARNING_RATE, Documents, ProofCase, micro_batches, row_numbers, tokens_of
 from fivefold.verification.reference_tensors import ReferenceTensors, logit_distances
 from fivefold.verification.results import CONTROL, ComparisonRow, Distance, LayoutResult, relative_number

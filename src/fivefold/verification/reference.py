@@ -36,9 +36,8 @@ from fivefold.parallel.nodes.by_hand import Reductions, Senders, senders, sent
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.training.inputs import loss_at
 from fivefold.training.optimizers import Weights, rule_for
-from fivefold.verification import objectives_by_hand, states_by_hand
-from fivefold.verification.dropout_by_hand import Draws
-from fivefold.verification.exact import exactly
+from fivefold.verification import by_hand
+from fivefold.verification.by_hand import Draws, exactly
 from fivefold.verification.observer import by_row, watch
 from fivefold.verification.proof_case import LEARNING_RATE, Documents, ProofCase, row_numbers, tokens_of
 
@@ -139,10 +138,10 @@ class ReferenceRun:
         self._sync()
         self.balance.is_on = False  # without router losses
         with exactly(self.precision):
-            sums, counts = objectives_by_hand.answer_log_probs(
+            sums, counts = by_hand.answer_log_probs(
                 self.case, lambda ids: self.model(input_ids=ids.to(self.device)).logits, master_dtype(self.precision)
             )  # fmt: skip
-            loss, metrics = objectives_by_hand.preference_loss(self.case, sums, counts)
+            loss, metrics = by_hand.preference_loss(self.case, sums, counts)
             self._preference_gradients(loss, sums)
         self.balance.is_on = True
         numbers = {"log-probabilities": sums, "loss": loss.reshape(1), "metrics": metrics}
@@ -172,11 +171,11 @@ class ReferenceRun:
         for row, start, ids, targets in self._sequences(self.case.documents(0)):
             with exactly(self.precision):
                 logits = self.model(input_ids=ids[None]).logits[0].to(master_dtype(self.precision))
-                loss = objectives_by_hand.distillation_loss(self.case, logits[: len(targets)], targets, row, start)
+                loss = by_hand.distillation_loss(self.case, logits[: len(targets)], targets, row, start)
                 (loss / count).backward()  # type: ignore[no-untyped-call]
             self._collect(row)
             summed += loss.item()
-            asked[row, start : start + len(ids)] = objectives_by_hand.top_log_probs(self.case, logits.detach()).cpu()
+            asked[row, start : start + len(ids)] = by_hand.top_log_probs(self.case, logits.detach()).cpu()
         self.reductions.end()
         self.balance.is_on = True
         self._keep("teacher", {"asked": asked, "loss": torch.tensor([summed / count], dtype=torch.float64)})
@@ -370,7 +369,7 @@ class ReferenceRun:
             dtype = kept_in(self.state_dtype, parameter.shape, dims[name])
             for optimizer in optimizers:
                 for kind, value in per_element(optimizer, parameter).items():
-                    value.copy_(states_by_hand.kept(value, name, kind, steps, dtype))
+                    value.copy_(by_hand.kept_state(value, name, kind, steps, dtype))
 
 
 def per_element(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
