@@ -31,8 +31,8 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
 from fivefold.training.inputs import squared_lengths
+from fivefold.training.memory import PeakMemory
 from fivefold.training.optimizers import build_optimizer
-from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.step import train_step
 
 CPU = torch.device("cpu")

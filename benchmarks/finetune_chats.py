@@ -26,7 +26,7 @@ from fivefold.config import load_config
 from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.data.prepare import prepare
 from fivefold.launch.world import threads_per_worker
-from fivefold.training.peak_memory import PeakMemory
+from fivefold.training.memory import PeakMemory
 
 CHATS, HELD_OUT, STEPS, WARMUP = 90, 30, 30, 2
 LAYOUTS = {1: ("single",), 2: ("shard2", "dp2")}  # of fivefold, by processes; dp2 is what TRL's two are, on a CPU

@@ -41,9 +41,9 @@ from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
+from fivefold.training.memory import PeakMemory
 from fivefold.training.objectives import Objective
 from fivefold.training.optimizers import build_optimizer
-from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.preference import ObjectiveSpec
 from fivefold.training.step import train_step
 from pages import put_between

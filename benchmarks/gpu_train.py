@@ -44,9 +44,9 @@ from fivefold.rehearsal.changes import AnswersAll, changed
 from fivefold.rehearsal.request import Phase, RehearsalRequest
 from fivefold.rehearsal.stage import world_of
 from fivefold.rehearsal.stream_order import Driver
+from fivefold.training.memory import PeakMemory
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.part import peak_tflops
-from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.step import StepResult, train_step
 from gpu_expected import beside, layout_of, meta_model, of_estimate, planned, planned_on, show_expected
 from overlap import profile_step

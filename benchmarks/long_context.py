@@ -30,8 +30,8 @@ from fivefold.launch.world import alone, find_world, join
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.layout import Layout
+from fivefold.training.memory import PeakMemory
 from fivefold.training.optimizers import build_optimizer
-from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.step import train_step
 
 SCRIPT = Path(__file__)

@@ -49,8 +49,8 @@ from fivefold.parallel.offload import host_memory
 from fivefold.parallel.state import state_of
 from fivefold.planner.estimate import Estimate
 from fivefold.planner.plan import estimate
+from fivefold.training.memory import PeakMemory
 from fivefold.training.optimizers import build_optimizer
-from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.step import train_step
 from pages import put_between
 

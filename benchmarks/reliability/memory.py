@@ -26,8 +26,8 @@ from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.layout import Layout
+from fivefold.training.memory import PeakMemory
 from fivefold.training.optimizers import build_optimizer
-from fivefold.training.peak_memory import PeakMemory
 
 FILES = 8
 SCRIPT = Path(__file__)

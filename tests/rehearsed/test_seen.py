@@ -21,7 +21,7 @@ from fivefold.rehearsal.stand_in import Lack
 from fivefold.rehearsal.stream_order import COLLECTIVE, KINDS, LAUNCH, RECORD, WAIT, Entry, Group, issued
 from fivefold.rehearsal.watch import Watch, line_of
 from fivefold.report.render import to_html, write
-from fivefold.training.out_of_memory import asked_bytes
+from fivefold.training.memory import asked_bytes
 
 GIB, GROUPS = 2**30, {7: Group("tp", 4), 8: Group("cp", 1), 9: Group("ep", 2)}
 COMPUTE, OTHER = 0, 5  # streams

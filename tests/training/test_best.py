@@ -17,7 +17,7 @@ from fivefold.core.errors import UserError
 from fivefold.launch.folder import best_kept_step
 from fivefold.report.run import _best
 from fivefold.report.run import main as report
-from fivefold.training.metrics import of_evaluation
+from fivefold.training.evaluation import of_evaluation
 from tests.tiers import put_off
 from tests.training.bodies import Stopped, column, run_dir, run_file, same, train
 

@@ -14,7 +14,6 @@ from fivefold.launch.world import World
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
-from fivefold.training import metrics
 from fivefold.training.part import LiveRun, RunProgress, measured_tflops
 
 PEAKS = {
@@ -102,7 +101,7 @@ def test_the_matmul_rate_of_a_cpu_is_that_of_its_calibration_file(tmp_path: Path
     job.costs, job.log = Costs(per_token=400_000_000_000, per_squared_length=0, parameters=1), Mock(began=0.0)
     result = Mock(tokens=2, squared_lengths=0, metrics={"kl": float("nan")}, loss=1.0, grad_norm=1.0)
     result.balance.metrics, job.log.seconds_before = dict, 0.0
-    row = metrics.row(job, result, 0.1, seconds=1.0, waited=0.0)  # 0.8 TFLOP in a second on eight workers
+    row = LiveRun.row(job, result, 0.1, seconds=1.0, waited=0.0)  # 0.8 TFLOP in a second on eight workers
     assert row["perf/matmul_pct"] == pytest.approx(50) and row["perf/mfu_pct"] is None and row["kl"] is None
     assert measured_tflops("", "fp32", 2) is None
     assert measured_tflops(str(tmp_path / "gone.toml"), "fp32", 2) is None

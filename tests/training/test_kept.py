@@ -22,9 +22,10 @@ from fivefold.core.kept_steps import KeptStep, MemoryOfNode, kept_in, newest_kep
 from fivefold.core.run_folder import steps
 from fivefold.launch.world import World
 from fivefold.parallel.dtensor import local
-from fivefold.training import checkpoints, evaluation, metrics
+from fivefold.training import checkpoints, evaluation
 from fivefold.training import run as run_module
 from fivefold.training import step as step_module
+from fivefold.training.part import LiveRun
 from tests.pool import run_ranks
 from tests.tiers import put_off
 from tests.training.bodies import Ran, column, run_dir, run_file, state
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.full
 
 KEYS: dict[str, Any] = {"train__micro_batch_size": 1, "train__max_steps": 6, "checkpoint__async": False}
 PLACES: dict[str, tuple[Any, str]] = {
-    "in an update": (step_module, "clip_"), "its row": (metrics, "row"), "evaluation": (evaluation, "mean_loss"),
+    "in an update": (step_module, "clip_"), "its row": (LiveRun, "row"), "evaluation": (evaluation, "mean_loss"),
 }  # fmt: skip
 CUT_OFF = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:29500"
 

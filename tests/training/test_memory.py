@@ -8,7 +8,7 @@ import torch
 from fivefold.core.errors import RunFailed
 from fivefold.launch import world
 from fivefold.launch.memory import out_of_gpu_memory
-from fivefold.training.peak_memory import PeakMemory
+from fivefold.training.memory import PeakMemory
 
 TORCH_SAYS = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.19 GiB is free"

@@ -29,7 +29,7 @@ from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import open_weights
 from fivefold.parallel.adapters.peft_folder import PEFT_CONFIG, WEIGHTS
-from fivefold.training import agreed
+from fivefold.training.preflight import agreed_files
 from tests.pool import run_ranks
 from tests.tiers import put_off
 from tests.training.bodies import MODEL, Ran, on_rank, run_dir, run_file, write_corpus
@@ -226,7 +226,7 @@ def read_by(folder: Path, tree: dict[str, Any], begins: bool) -> Mapping[str, An
     """What a node reads to be compared."""
     with chdir(folder):
         config = RunConfig.model_validate(tree)
-        return agreed.files(config, prepare(config, cache=folder / "cache"), begins=begins)
+        return agreed_files(config, prepare(config, cache=folder / "cache"), begins=begins)
 
 
 TEACHER = {"objective__name": "distill", "objective__teacher": "teacher"}

@@ -18,7 +18,7 @@ from fivefold.launch.failure import WorkerDied, is_want_of_memory
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.layout import Layout
 from fivefold.planner.of_run import Relief, changed, changes, relief
-from fivefold.training.out_of_memory import _PHASES, advise, asked_bytes
+from fivefold.training.memory import _PHASES, advise, asked_bytes
 from tests.training import bodies
 from tests.training.bodies import STARVED
 

@@ -12,7 +12,7 @@ from fivefold.checkpoint import agreement
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.core.errors import UserError
 from fivefold.core.named_code import NamedCode
-from fivefold.training import agreed
+from fivefold.training.preflight import agreed_fields
 from tests.tiers import put_off
 from tests.training.bodies import Stopped, column, run_file, same, state, train
 
@@ -131,7 +131,7 @@ def test_ranks_compare_what_is_in_the_file(tmp_path: Path) -> None:
     config, data, fields = RunConfig.model_validate(tree_of(tmp_path)), Mock(files={}), []
     for source in (FOCAL, FOCAL + "\n"):
         (tmp_path / "my_loss.py").write_text(source)
-        fields.append(agreed.fields(config, data))
+        fields.append(agreed_fields(config, data))
     assert [name for name in fields[0] if fields[0][name] != fields[1][name]] == ["the hash of objective.path"]
 
 

@@ -17,8 +17,7 @@ from fivefold.core.errors import UserError
 from fivefold.training import parts, standing_checks
 from fivefold.training import run as run_module
 from fivefold.training.checkpoints import Checkpoints
-from fivefold.training.environment import Environment
-from fivefold.training.part import RunProgress, own_parts
+from fivefold.training.part import Environment, RunProgress, own_parts
 from tests.tiers import put_off
 from tests.training.bodies import Ran, Stopped, column, metrics, run_dir, run_file, same, state, train
 

@@ -13,7 +13,7 @@ from fivefold.config import RunConfig
 from fivefold.core import alike
 from fivefold.core.errors import UserError
 from fivefold.launch.world import World
-from fivefold.training import agreed, preflight
+from fivefold.training import preflight
 from fivefold.training import run as run_module
 from tests.pool import run_ranks
 from tests.training.bodies import Ran, on_rank, run_dir, run_file
@@ -92,6 +92,6 @@ def test_a_key_that_rank_0_does_not_know() -> None:
 def with_more_on_rank_1() -> str:
     config = RunConfig.model_validate({})
     fields = {"train.seed": 7} | ({"log.new": 1} if dist.get_rank() else {})
-    with patch.object(agreed, "fields", lambda *_: fields), pytest.raises(UserError) as caught:
+    with patch.object(preflight, "agreed_fields", lambda *_: fields), pytest.raises(UserError) as caught:
         preflight.check_ranks_agree(config, None, World(is_local=True))  # type: ignore[arg-type]
     return caught.value.what

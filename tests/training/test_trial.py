@@ -12,7 +12,7 @@ import pytest
 from fivefold.config import load_config
 from fivefold.core.errors import RunFailed
 from fivefold.launch.world import World
-from fivefold.training import evaluation, trial
+from fivefold.training import evaluation, memory
 from tests.families import TINY
 from tests.training.bodies import MODEL, metrics, run_dir, run_file, same, state, train
 
@@ -57,8 +57,8 @@ def test_memory_runs_out_before_the_first_step(lacks: str, tmp_path: Path) -> No
 
 
 def test_memory_as_large_as_the_state_is_taken_where_there_is_none_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_put_back", lambda model: nullcontext())
-    monkeypatch.setattr(trial, "_step", lambda job: None)
+    monkeypatch.setattr(memory, "_put_back", lambda model: nullcontext())
+    monkeypatch.setattr(memory, "_step", lambda job: None)
     monkeypatch.setattr("fivefold.training.preflight.optimizer_bytes", lambda *_: (5, 2**60))
     tried: list[int] = []
     job: Any = SimpleNamespace(
@@ -67,24 +67,23 @@ def test_memory_as_large_as_the_state_is_taken_where_there_is_none_yet(monkeypat
         parts=[SimpleNamespace(try_memory=lambda _, more: tried.append(more))],
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="memory"):
-        trial.try_memory(job)
+        memory.try_memory(job)
     job.optimizer.state = {"of a resumed run": {}}
-    trial.try_memory(job)
+    memory.try_memory(job)
     assert tried == [0]
 
 
 def test_the_loss_that_is_tried_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss of the user's own takes memory of its own, in a step and in an evaluation."""
     seen = list[Any]()
-    monkeypatch.setattr(trial, "_put_back", lambda model: nullcontext())
-    monkeypatch.setattr(trial, "inputs_of_step", lambda *_, loss: seen.append(loss))
-    monkeypatch.setattr(trial, "passes", MagicMock())
+    monkeypatch.setattr(memory, "_put_back", lambda model: nullcontext())
+    monkeypatch.setattr(memory, "inputs_of_step", lambda *_, loss: seen.append(loss))
     monkeypatch.setattr(evaluation, "mean_loss", lambda model, batches, loss: seen.append(loss))
-    for name in ("state_of", "squared_norm", "all_reduce_sum"):
-        monkeypatch.setattr(trial, name, MagicMock())
+    for name in ("passes", "state_of", "squared_norm", "all_reduce_sum"):
+        monkeypatch.setattr(memory, name, MagicMock())
     job = MagicMock(config=load_config(None, ["eval.every=1"]), world=World(), parts=[evaluation.Evaluation()])
     job.batch.return_value = [SimpleNamespace(targets=3)]
-    trial.try_memory(job)
+    memory.try_memory(job)
     assert seen == [job.specs.loss, job.specs.loss]
 
 
@@ -92,4 +91,4 @@ def test_it_pays_on_a_gpu() -> None:
     cpu, gpu = World(), World(device="cuda:0", backend="nccl")
     for said, expected in (("auto", [False, True]), ("true", [True, True]), ("false", [False, False])):
         config = load_config(None, [f"memory.trial={said}"])
-        assert [trial.pays(config, world) for world in (cpu, gpu)] == expected
+        assert [memory.pays(config, world) for world in (cpu, gpu)] == expected

@@ -15,12 +15,11 @@ import torch.nn.functional as F
 
 from fivefold.calibration.fit import Attention, Collective, Matmul, Measurements, Sizes
 from fivefold.core.units import GIB
-from fivefold.launch.memory import room
+from fivefold.launch.memory import resident, room
 from fivefold.launch.once import as_worker
 from fivefold.launch.world import World, multiplies_bf16
 from fivefold.parallel import plain, shared_memory
 from fivefold.parallel.dtypes import COMPUTE_DTYPES
-from fivefold.training.peak_memory import resident
 
 BLOCKS = 5  # of repeats
 CHAIN = 64  # operations of one autograd graph

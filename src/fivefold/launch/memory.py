@@ -136,6 +136,12 @@ def _resident(proc: Path, pid: int) -> int:
     return int(words[1]) * os.sysconf("SC_PAGE_SIZE") if words else 0
 
 
+def resident(key: str) -> int | None:
+    """A field of /proc/self/status in KiB; None if the system does not report it."""
+    found = re.search(rf"^{key}:\s*(\d+)", _text(Path("/proc/self/status")), re.M)
+    return int(found[1]) if found else None
+
+
 def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")

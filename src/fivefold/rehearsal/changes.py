@@ -21,8 +21,7 @@ from fivefold.parallel.balance import runtime as balancing
 from fivefold.parallel.experts import runtime as expert
 from fivefold.parallel.offload import host_memory
 from fivefold.parallel.state import fill
-from fivefold.training.environment import Environment
-from fivefold.training.part import Resumed
+from fivefold.training.part import Environment, Resumed
 
 Wrap = Callable[[Any], Any]  # original function -> its replacement
 

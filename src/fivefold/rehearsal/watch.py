@@ -25,8 +25,8 @@ from fivefold.parallel.state import state_of
 from fivefold.rehearsal.memory import Running, items, made_by, peak_of, short
 from fivefold.rehearsal.request import OutOfMemory, Phase, Recompile, RehearsalRequest, Seen, Sent, Sync
 from fivefold.rehearsal.stream_order import Driver, Entry, Group, issued
+from fivefold.training.memory import asked_bytes
 from fivefold.training.optimizers import rule_for
-from fivefold.training.out_of_memory import asked_bytes
 from fivefold.training.step import declare, step_shape, train_step
 
 _OWN = "/fivefold/rehearsal/"

@@ -25,9 +25,8 @@ from fivefold.parallel import plain
 from fivefold.parallel.state import state_of
 from fivefold.training import schedule
 from fivefold.training.display import Line
-from fivefold.training.environment import Environment
 from fivefold.training.keeping import HeldStep
-from fivefold.training.part import LiveRun, Part, Resumed
+from fivefold.training.part import Environment, LiveRun, Part, Resumed
 from fivefold.training.run_log import RunLog
 from fivefold.training.step import StepResult
 

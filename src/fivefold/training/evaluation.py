@@ -17,9 +17,8 @@ from fivefold.data.rows import PackedRows
 from fivefold.generation.opened import OpenModel
 from fivefold.generation.prompts import Prompt, prompt_of, read_records
 from fivefold.generation.text import pieces
-from fivefold.training import metrics
 from fivefold.training.display import Line, Sample
-from fivefold.training.part import LiveRun, Part
+from fivefold.training.part import LiveRun, Part, finite
 from fivefold.training.preference import mean_over_pairs
 from fivefold.training.step import mean_loss
 
@@ -30,7 +29,7 @@ class Evaluation(Part):
     def after_step(self, run: LiveRun, row: dict[str, Any]) -> None:
         if run.due(run.config.eval.every) and run.data.validation:
             run.progress.last_eval, more = self.measure(run, run.data.validation)
-            row |= metrics.of_evaluation(run.progress.last_eval, more)
+            row |= of_evaluation(run.progress.last_eval, more)
 
     def measure(self, run: LiveRun, rows: PackedRows) -> tuple[float, Mapping[str, float]]:
         """Mean cross entropy, nats per target token, over the first `eval.max_tokens` of `rows`, or mean of the user's
@@ -42,6 +41,11 @@ class Evaluation(Part):
     def try_memory(self, run: LiveRun, more: int) -> None:
         if run.config.eval.every and run.data.validation:
             mean_loss(run.model, islice(run.evaluation(run.data.validation), 1), run.specs.loss)
+
+
+def of_evaluation(loss: float, more: Mapping[str, float]) -> dict[str, Any]:
+    """The part of a row that an evaluation adds. `more`: metrics of a preference objective."""
+    return {"eval/loss": finite(loss), **{f"eval/{name}": finite(number) for name, number in more.items()}}
 
 
 class BestSteps(Part):

@@ -208,7 +208,7 @@ def _advised(config: RunConfig, crew: Workers, start: Callable[[], None]) -> Non
         start()
     except WorkerDied as death:
         if death.comes_again:
-            from fivefold.training.out_of_memory import advise
+            from fivefold.training.memory import advise
 
             advise(death, config, crew.count)
         raise

@@ -7,7 +7,7 @@ parts. `parts.py` has the list of them, and users add their own: `train.parts` o
 import json
 import math
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -15,7 +15,9 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fivefold.checkpoint.save import Write, write_together
 from fivefold.config import RunConfig
 from fivefold.core.best import Best
 from fivefold.core.errors import UserError
@@ -27,10 +29,12 @@ from fivefold.hardware.chip import bf16_peak
 from fivefold.hardware.cluster import Cluster
 from fivefold.launch.world import World
 from fivefold.models.flops import Costs
+from fivefold.models.sources import TensorSource
 from fivefold.parallel import plain
 from fivefold.parallel.state import state_of
-from fivefold.training import schedule
+from fivefold.training import preflight, record, schedule
 from fivefold.training.display import Line
+from fivefold.training.model import load_source
 from fivefold.training.reference import ObjectiveSpecs
 from fivefold.training.run_log import RunLog
 from fivefold.training.step import StepResult
@@ -187,6 +191,34 @@ class LiveRun:
         hardware = self.config.hardware if self.world.device == "cpu" else ""
         return measured_tflops(hardware, self.config.precision.compute, self.world.local_size)
 
+    # ---- its metrics -------------------------------------------------------------------------------------------------
+
+    def row(self, result: StepResult, rate: float, *, seconds: float, waited: float) -> dict[str, Any]:
+        """The row of the step just done in `metrics.jsonl`. `rate`: its learning rate. It took `seconds`, `waited` of
+        them for its rows."""
+        tokens_per_second = result.tokens / seconds
+        flops_done = self.costs.per_token * result.tokens + self.costs.per_squared_length * result.squared_lengths
+        tflops = flops_done / seconds / self.world.size / 1e12
+        peak, measured = self.peak_tflops, self.measured_tflops
+        return {
+            "step": self.step,
+            "train/loss": finite(result.loss),
+            "train/grad_norm": finite(result.grad_norm),
+            "train/learning_rate": rate,
+            "train/tokens_seen": self.progress.tokens_seen,
+            "train/skipped_steps": self.progress.skipped,
+            "perf/tokens_per_second": tokens_per_second,
+            "perf/tokens_per_second_per_device": tokens_per_second / self.world.size,
+            "perf/tflops_per_device": tflops,
+            "perf/mfu_pct": 100 * tflops / peak if peak else None,
+            **({"perf/matmul_pct": 100 * tflops / measured} if measured else {}),
+            "perf/step_seconds": seconds,
+            "perf/data_wait_pct": 100 * waited / seconds,
+            "perf/elapsed_seconds": self.log.seconds_before + time.monotonic() - self.log.began,
+            **result.balance.metrics(),
+            **{name: finite(number) for name, number in result.metrics.items()},
+        }
+
 
 class Part:
     """One concern of a run: override the moments that it needs. Every rank has the same parts, and calls them in the
@@ -272,6 +304,11 @@ class Part:
 
     def at_end(self, run: LiveRun) -> None:
         """Called after the last step; not if an error ends the run, or a signal."""
+
+
+def finite(number: float) -> float | None:
+    """Map NaN and infinities, which JSON does not have, to None."""
+    return number if math.isfinite(number) else None
 
 
 def peak_tflops(device: torch.device, precision: str) -> float | None:
@@ -392,4 +429,19 @@ class OwnPart(Part):
         except (TypeError, ValueError) as error:
             what = f"{self.key}: {self.name} adds {name} to the row, a {type(value).__name__}, which is no number"
             raise UserError(what, fix="add numbers", more=_MORE) from error
-        return number if math.isfinite(number) else None
+        return finite(number)
+
+
+# ---- what a rehearsal replaces ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Functions with which a run reaches its surroundings. The defaults are those of a real run."""
+
+    load_source: Callable[..., TensorSource | None] = load_source
+    resume: Callable[..., Resumed] = lambda manager, config: manager.resume(config)
+    write: Write = write_together  # a checkpoint
+    check_disk: Callable[..., str] = preflight.check_disk
+    timing: Callable[..., AbstractContextManager[None]] = record.timing  # of the slots of a pipeline
+    read: Callable[[Tensor], list[float]] = Tensor.tolist  # the summed loss and squared norm of a step

@@ -24,14 +24,12 @@ from fivefold.parallel.outer.runtime import OuterSteps
 from fivefold.parallel.state import state_of
 from fivefold.training import header
 from fivefold.training.checkpoints import Checkpoints
-from fivefold.training.environment import Environment
 from fivefold.training.evaluation import BestSteps, Evaluation, Samples
 from fivefold.training.keeping import HeldStep, LastStep
-from fivefold.training.part import LiveRun, Part, own_parts
-from fivefold.training.peak_memory import PeakMemory
+from fivefold.training.memory import PeakMemory, Trial
+from fivefold.training.part import Environment, LiveRun, Part, own_parts
 from fivefold.training.standing_checks import StandingChecks, Stragglers
 from fivefold.training.step import StepResult
-from fivefold.training.trial import Trial
 
 MAX_SKIPPED = 3  # steps in a row without a finite loss and gradient before the run is stopped
 

@@ -1,22 +1,30 @@
 """Checks before the first step: every rank was given the same run, and memory and disk have room for it by its plan."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from fivefold.config import RunConfig
+from fivefold.core.alike import UNREAD, WHOLE, digests, program
 from fivefold.core.errors import UserError
+from fivefold.core.named_code import NamedCode
 from fivefold.core.run_folder import step_folder, steps
 from fivefold.core.units import GIB, human_bytes
 from fivefold.data.prepare import PreparedData
+from fivefold.data.tokenizer import tokenizer_files
 from fivefold.launch.cluster import cluster_here
 from fivefold.launch.memory import Needs, room
 from fivefold.launch.world import World
+from fivefold.models import hf_internals
+from fivefold.models.build import config_values, load_model_config, weights_folder
 from fivefold.models.facts import ModelFacts
+from fivefold.models.sources import folder_digests
 from fivefold.parallel import plain
+from fivefold.parallel.adapters.peft_folder import adapter_digests
 from fivefold.parallel.dtypes import master_dtype
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
@@ -26,7 +34,7 @@ from fivefold.parallel.plain import check_alike
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.budget import within_budget
 from fivefold.parallel.state import state_of
-from fivefold.training import advice, agreed
+from fivefold.training import advice
 from fivefold.training.optimizers import rule_for
 
 
@@ -34,8 +42,8 @@ def check_ranks_agree(config: RunConfig, data: PreparedData, world: World) -> No
     """Raise `UserError`, the same on every rank, naming the first field that differs from rank 0's, and where. Files
     are compared if ranks have disks of their own, unless the launcher of nodes has done so (`training/nodes.py`)."""
     are_apart = not (world.is_local or world.round)
-    begins = plain.of_first(agreed.begins(config))  # another node may have an earlier run's checkpoints
-    check_alike(lambda: agreed.fields(config, data, agreed.files(config, data, begins=begins) if are_apart else None))
+    begins = plain.of_first(begins_anew(config))  # another node may have an earlier run's checkpoints
+    check_alike(lambda: agreed_fields(config, data, agreed_files(config, data, begins=begins) if are_apart else None))
 
 
 def check_memory(facts: ModelFacts, config: RunConfig, layout: Layout, world: World) -> str | None:
@@ -178,3 +186,60 @@ def more_bytes(size: int, held: list[int], *, keep: int, saves: int) -> int:
         most = max(most, sum(there) - sum(held))
         there = there[-keep:]
     return most
+
+
+# ---- the fields on which all ranks, and all nodes, of a run must agree -----------------------------------------------
+
+
+def agreed_keys(config: RunConfig) -> dict[str, Any]:
+    """The keys of the run file, and the code that it names. Raises `UserError`."""
+    tree = config.model_dump(mode="json", by_alias=True)
+    return {
+        **{f"{section}.{key}": value for section, values in tree.items() for key, value in values.items()},
+        **{f"the hash of {key}": NamedCode.read(text, key).digest for key, text in config.code.items()},
+    }
+
+
+def agreed_fields(config: RunConfig, data: PreparedData, of_disk: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The fields by name: `agreed_keys`, those of `agreed_files` as `of_disk`, the rows. Of two that differ, the first
+    is the cause. Plain data."""
+    return {
+        **agreed_keys(config),
+        **(of_disk or {}),
+        "the hash of the tokenizer": data.tokenizer.digest,
+        "the fingerprint of the rows": {**data.files, WHOLE: data.fingerprint},
+    }
+
+
+def begins_anew(config: RunConfig) -> bool:
+    """True if no checkpoint is here to go on from, so that first weights are read."""
+    return not steps(config.run_dir / "checkpoints")
+
+
+def agreed_files(config: RunConfig, data: PreparedData, *, begins: bool) -> dict[str, Any]:
+    """The fields that only machines with disks of their own can differ in: the versions and files of packages, the
+    files of the tokenizer, of the model and of the others that the objective names. `begins`: as the first rank sees
+    it. Raises `UserError`."""
+    model, given = config.model, config.objective
+    base = f"model.name_or_path {model.name_or_path}"
+    folder = data.tokenizer.folder
+    read: dict[str, Any] = {
+        **program(),
+        "the tokenizer": digests(folder, tokenizer_files(folder)),
+        f"{base}: config.json": config_values(load_model_config(model.name_or_path, model.overrides)),
+    }
+    if model.init == "pretrained":
+        place = weights_folder(model.name_or_path, files=("*.json",))
+        read[f"{base}: generation_config.json"] = config_values(hf_internals.generation_config(place))
+        is_read = begins or config.adapter.lora or given.compares
+        read[f"{base}: weights"] = folder_digests(weights_folder(model.name_or_path)) if is_read else UNREAD
+    if config.adapter.path:
+        read[f"adapter.path {config.adapter.path}"] = adapter_digests(config.adapter.path) if begins else UNREAD
+    if given.compares and given.reference not in ("auto", "base"):
+        read[f"objective.reference {given.reference}"] = folder_digests(weights_folder(given.reference))
+    if given.name == "distill":
+        teacher = weights_folder(given.teacher)
+        read[f"objective.teacher {given.teacher}: config.json"] = config_values(load_model_config(teacher))
+        read[f"objective.teacher {given.teacher}: the tokenizer"] = digests(teacher, tokenizer_files(teacher))
+        read[f"objective.teacher {given.teacher}"] = folder_digests(teacher)
+    return read

@@ -32,16 +32,14 @@ from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance.runtime import Balance, configure
 from fivefold.parallel.state import state_of
-from fivefold.training import header, metrics, preflight, record, reference, schedule
+from fivefold.training import header, preflight, record, reference, schedule
 from fivefold.training.distillation import teacher_of
-from fivefold.training.environment import Environment
 from fivefold.training.inputs import check_loss, own_loss
+from fivefold.training.memory import PeakMemory, advised
 from fivefold.training.model import balance_options, build_model, compile_pays
 from fivefold.training.optimizers import build_optimizer
-from fivefold.training.out_of_memory import advised
-from fivefold.training.part import LiveRun
+from fivefold.training.part import Environment, LiveRun
 from fivefold.training.parts import parts_of
-from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.run_log import RunLog
 from fivefold.training.step import train_step
 from fivefold.training.watchdog import watching
@@ -183,7 +181,7 @@ def _step(run: LiveRun, batch: list[MicroBatch], waited: float, read: Read) -> N
     run.progress.tokens_seen += result.tokens
     for part in run.parts:
         part.after_update(run, result)
-    row = metrics.row(run, result, rate, seconds=time.perf_counter() - started, waited=waited)
+    row = run.row(result, rate, seconds=time.perf_counter() - started, waited=waited)
     for part in run.parts:
         part.after_step(run, row)
 

@@ -39,9 +39,9 @@ from fivefold.parallel.layout import KEYS, Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.plain import check_alike
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.training import agreed
 from fivefold.training.model import balance_options
 from fivefold.training.optimizers import rule_for
+from fivefold.training.preflight import agreed_keys
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import (
     AUX_LOSS,
@@ -75,7 +75,7 @@ def inside(
     request: VerifyRequest, world: World, folder: Path, publish: Callable[[VerifyReport], object]
 ) -> VerifyReport:
     """Prove the layouts of this world's size; others do not run. `folder`, for scratch files, is seen by all ranks."""
-    check_alike(lambda: {**agreed.keys(parse_config(request.config)), "the layouts": request.layouts, **program()})
+    check_alike(lambda: {**agreed_keys(parse_config(request.config)), "the layouts": request.layouts, **program()})
     if world.is_first:
         folder.mkdir(parents=True, exist_ok=True)
     scratch = plain.of_first(tempfile.mkdtemp(prefix=".verify-", dir=folder) if world.is_first else "")
