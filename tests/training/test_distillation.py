@@ -26,7 +26,7 @@ from fivefold.data.batch import MicroBatch, TeacherTargets, assemble
 from fivefold.parallel import passes
 from fivefold.parallel.loss.tasks import TopLogProbs
 from fivefold.parallel.state import state_of
-from fivefold.training import distillation
+from fivefold.training import reference
 from fivefold.training import step as training_step
 from fivefold.training.inputs import evaluating, to_device
 from fivefold.verification.by_hand import exactly
@@ -296,18 +296,18 @@ def test_what_is_damaged_in_the_cache_is_asked_again(tmp_path: Path, teacher: Pa
 
 
 def test_what_a_killed_run_was_told_is_removed_and_that_of_one_still_asking_kept(tmp_path: Path) -> None:
-    with distillation._asking(tmp_path) as held:
+    with reference._asking(tmp_path) as held:
         killed = tmp_path / ".asking.killed"
         killed.mkdir()
         (killed / "tokens.npy").write_bytes(bytes(100))
-        with distillation._asking(tmp_path) as other:
+        with reference._asking(tmp_path) as other:
             assert held.is_dir() and other.is_dir() and not killed.exists()
     assert not list(tmp_path.glob(".asking.*"))
 
 
 def test_the_disk_has_the_place_of_all_that_a_teacher_will_say(tmp_path: Path) -> None:
     """Or a disk that others fill would end the run by a signal (SIGBUS) when a page of it is written."""
-    distillation._arrays(tmp_path, tmp_path, (100_000, 8), np.dtype(np.float32))
+    reference._arrays(tmp_path, tmp_path, (100_000, 8), np.dtype(np.float32))
     for file in tmp_path.iterdir():
         assert 512 * file.stat().st_blocks >= 3_200_000
 

@@ -12,7 +12,7 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.named_code import NamedCode
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.parallel import plain
+from fivefold.parallel.alike import on_every_rank
 from fivefold.parallel.fsdp.runtime import reshard
 from fivefold.parallel.loss.own import LossRow, TokenLoss
 from fivefold.parallel.loss.runtime import SoftTargets
@@ -113,13 +113,7 @@ def loss_at(text: str) -> TokenLoss:
 def check_loss(loss: TokenLoss, model: Any, batch: Sequence[MicroBatch]) -> None:
     """Try a loss of the user's own on the first targets of this rank's micro batches. Every rank calls this. Raises
     `UserError`, on every rank, if it cannot be used on one."""
-    failed = None
-    try:
-        _try_loss(loss, model, batch)
-    except UserError as error:
-        failed = error.to_json()
-    if told := next(filter(None, plain.everywhere(failed)), None):
-        raise UserError.from_json(told)
+    on_every_rank(lambda: _try_loss(loss, model, batch))
 
 
 def _try_loss(loss: TokenLoss, model: Any, batch: Sequence[MicroBatch]) -> None:

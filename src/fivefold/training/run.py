@@ -33,13 +33,13 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance.runtime import Balance, configure
 from fivefold.parallel.state import state_of
 from fivefold.training import header, preflight, record, reference, schedule
-from fivefold.training.distillation import teacher_of
 from fivefold.training.inputs import check_loss, own_loss
 from fivefold.training.memory import PeakMemory, advised
 from fivefold.training.model import balance_options, build_model, compile_pays
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.part import Environment, LiveRun
 from fivefold.training.parts import parts_of
+from fivefold.training.reference import teacher_of
 from fivefold.training.run_log import RunLog
 from fivefold.training.step import train_step
 from fivefold.training.watchdog import watching

@@ -25,7 +25,7 @@ from fivefold.config import OptimizerSection
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.named_code import NamedCode
 from fivefold.core.optimizers import OptimizerFacts, state_words
-from fivefold.parallel import plain
+from fivefold.parallel.alike import on_every_rank
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import UpdateRule, Weights
@@ -94,15 +94,15 @@ class PythonOptimizer(UpdateRule):
             options, options.learning_rate,
         )  # fmt: skip
 
-        make = self.like(options)
-        failed: dict[str, Any] | None = None
-        try:
-            check_update(optimizer, state.plan.layout, make)
-            check_runs(optimizer, list(named.values()), make)
-        except UserError as error:
-            failed = self._told(error).to_json()
-        if told := next(filter(None, plain.everywhere(failed)), None):
-            raise UserError.from_json(told)
+        def check() -> None:
+            make = self.like(options)
+            try:
+                check_update(optimizer, state.plan.layout, make)
+                check_runs(optimizer, list(named.values()), make)
+            except UserError as error:
+                raise UserError(f"{self._code.path}: {error.what}", fix=error.fix, more=error.more) from error
+
+        on_every_rank(check)
         return optimizer
 
     def like(self, options: OptimizerSection) -> Make:
@@ -201,10 +201,6 @@ class PythonOptimizer(UpdateRule):
 
     def _refusal(self, what: str, fix: str) -> UserError:
         return UserError(f"optimizer.path: {self._code.path}: {self._code.name}: {what}", fix=fix, more=READ_MORE)
-
-    def _told(self, error: UserError) -> UserError:
-        """An error of a trial, with the file of the class."""
-        return UserError(f"{self._code.path}: {error.what}", fix=error.fix, more=error.more)
 
 
 # ---- the trial on a vector and a matrix ------------------------------------------------------------------------------
