@@ -19,11 +19,11 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
+from fivefold.models.discover import trace
 from fivefold.models.forwards import check_lengths, check_slices
 from fivefold.models.partition import derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import ModelTensors, RandomInit, SafetensorsFolder, stored_tensors
-from fivefold.models.trace import trace
 from fivefold.parallel.apply import parallelize
 from fivefold.training.model import build_model
 from fivefold.verification.by_hand import exact

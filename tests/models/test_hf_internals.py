@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from fivefold.models import attention, hf_internals, masks
+from fivefold.models import attention, hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.attention import NAME
 from fivefold.models.build import build_meta
+from fivefold.models.discover import trace
 from fivefold.models.partition import PROVED, derive
 from fivefold.models.recipe import buffer_values, check_drawable, read_recipe
-from fivefold.models.trace import trace
 from tests.families import TINY
 from tests.parity import FAMILIES, Case, hf_config
 
@@ -90,7 +90,7 @@ def test_contract_attention(family, monkeypatch):
     model = build_meta(hf_config(Case("single", family)))
     forgetful = {layer for layer, _ in trace(model, Anatomy.of(model)).forgetful}
     values = buffer_values(model)
-    hf_internals.register_attention("spied", spied, masks.asked_for)
+    hf_internals.register_attention("spied", spied, attention.mask_asked_for)
     hf_internals.select_attention(model, "spied")
     assert model.config._attn_implementation == "spied"
     model.to_empty(device="cpu")
@@ -101,7 +101,7 @@ def test_contract_attention(family, monkeypatch):
     positions = torch.cat([torch.arange(5), torch.arange(12)])[None]
     out = model(input_ids=torch.arange(17)[None], position_ids=positions, cu_seqlens=cu_seqlens, use_cache=False)
     assert out.logits.isfinite().all() and out.logits.shape == (1, 17, model.config.vocab_size)
-    assert len(calls) == 3 and all(isinstance(mask, masks.Mask) for _, mask in calls)
+    assert len(calls) == 3 and all(isinstance(mask, attention.Mask) for _, mask in calls)
     assert sum(given is cu_seqlens for given, _ in calls) == 3 - len(forgetful)
 
 

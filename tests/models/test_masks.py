@@ -5,8 +5,8 @@ import torch
 from transformers import Llama4TextConfig, MistralConfig, masking_utils
 
 from fivefold.core.errors import UserError
-from fivefold.models import hf_internals, masks
-from fivefold.models.masks import Mask, MaskOpened
+from fivefold.models import hf_internals
+from fivefold.models.attention import Mask, MaskOpened, check_mask, in_chunks, mask_asked_for
 
 NAME = "masks-under-test"
 TOKENS = 9
@@ -14,8 +14,8 @@ TOKENS = 9
 
 def asked_for(*args, mask_function, **kwargs):
     """As a trace asks: the numbers, held against the function."""
-    mask = masks.asked_for(*args, **kwargs)
-    masks.check(mask, mask_function)
+    mask = mask_asked_for(*args, **kwargs)
+    check_mask(mask, mask_function)
     return mask
 
 
@@ -72,25 +72,25 @@ def test_other_masks_are_refused_in_words(create, config, kwargs, said):
     ],
 )
 def test_a_function_that_sees_other_keys_than_was_told_is_refused(function, said):
-    masks.check(Mask(window=4), lambda b, h, q, k: (k <= q) & (k > q - 4))
+    check_mask(Mask(window=4), lambda b, h, q, k: (k <= q) & (k > q - 4))
     with pytest.raises(UserError, match=said):
-        masks.check(Mask(window=4), function)
+        check_mask(Mask(window=4), function)
 
 
 def test_a_window_and_a_chunk_of_one_size_cannot_be_told_apart():
     config = llama4()
     config.sliding_window = 3
     with pytest.raises(UserError, match="both 3"):
-        masks.asked_for(9, 9, local_size=3, config=config)
+        mask_asked_for(9, 9, local_size=3, config=config)
 
 
 def test_padding_and_static_caches_are_refused():
-    assert masks.asked_for(q_length=4, kv_length=4, attention_mask=torch.ones(2, 4, dtype=torch.bool)) == Mask()
-    assert masks.asked_for(q_length=1, kv_length=3, q_offset=6, kv_offset=4) == Mask()
+    assert mask_asked_for(q_length=4, kv_length=4, attention_mask=torch.ones(2, 4, dtype=torch.bool)) == Mask()
+    assert mask_asked_for(q_length=1, kv_length=3, q_offset=6, kv_offset=4) == Mask()
     with pytest.raises(UserError, match=r"padded batch(.|\n)*leave attention_mask out: .*position_ids that restart"):
-        masks.asked_for(q_length=2, kv_length=2, attention_mask=torch.tensor([[False, True]]))
+        mask_asked_for(q_length=2, kv_length=2, attention_mask=torch.tensor([[False, True]]))
     with pytest.raises(UserError, match="static cache"):
-        masks.asked_for(q_length=3, kv_length=64, q_offset=torch.tensor(0))
+        mask_asked_for(q_length=3, kv_length=64, q_offset=torch.tensor(0))
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,6 @@ def test_a_model_that_computes_with_its_mask_is_told_so(use):
 
 def test_chunks_are_counted_from_the_start_of_each_document():
     cu_seqlens = torch.tensor([0, 7, 8, 11, 16], dtype=torch.int32)
-    assert masks.in_chunks(cu_seqlens, 3).tolist() == [0, 3, 6, 7, 8, 11, 14, 16]
-    assert masks.in_chunks(cu_seqlens, 7).tolist() == cu_seqlens.tolist()
-    assert masks.in_chunks(cu_seqlens, 3).dtype == torch.int32
+    assert in_chunks(cu_seqlens, 3).tolist() == [0, 3, 6, 7, 8, 11, 14, 16]
+    assert in_chunks(cu_seqlens, 7).tolist() == cu_seqlens.tolist()
+    assert in_chunks(cu_seqlens, 3).dtype == torch.int32

@@ -28,12 +28,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta, without_dropout
-from fivefold.models.discover import facts_of
+from fivefold.models.discover import facts_of, trace
 from fivefold.models.forwards import check_rows
-from fivefold.models.pairs import FeatureGroup, by_features, pairs_of
-from fivefold.models.partition import Partition, derive
+from fivefold.models.partition import FeatureGroup, Partition, by_features, derive, pairs_of
 from fivefold.models.record import RESIDUAL, BlockTrace, Event, MixesTokens, Untraceable
-from fivefold.models.trace import trace
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from tests.families import TINY

@@ -8,9 +8,9 @@ from transformers.models.roberta.modeling_roberta import RobertaEmbeddings
 from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
+from fivefold.models.discover import trace
 from fivefold.models.forwards import behind_padding, count_behind_padding
 from fivefold.models.record import Untraceable
-from fivefold.models.trace import trace
 from tests.models import tiny
 
 PADDING = 7

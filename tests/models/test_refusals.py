@@ -17,8 +17,8 @@ from transformers.models.llama import modeling_llama
 from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
+from fivefold.models.discover import trace
 from fivefold.models.record import Untraceable
-from fivefold.models.trace import trace
 from tests.models import tiny
 
 ROUTED = {"num_local_experts": 3, "num_experts_per_tok": 2}

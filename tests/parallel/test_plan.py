@@ -135,7 +135,7 @@ def test_facts_depend_on_the_code_that_finds_them(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(facts_store, "__file__", str(tmp_path / home.name / "facts_store.py"))
     monkeypatch.setattr(facts_store, "_code", facts_store._code.__wrapped__)
     names = [tuple(facts_store.about_code())]
-    for file in (tmp_path / home.name / "pairs.py", tmp_path / "torch_internals.py"):
+    for file in (tmp_path / home.name / "partition.py", tmp_path / "torch_internals.py"):
         file.write_text(file.read_text() + "# another\n")
         names.append(tuple(facts_store.about_code()))
     assert len(set(names)) == 3

@@ -210,7 +210,7 @@ class Matmul:
 @dataclass(frozen=True)
 class AttentionShape:
     """One attention module: heads of queries, heads of keys and values, features of a key and of a value. `window`,
-    `chunk`: what a query sees of its document (`masks.Mask`)."""
+    `chunk`: what a query sees of its document (`attention.Mask`)."""
 
     query: int
     kv: int

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fivefold.models.attention import Mask
 from fivefold.models.facts import Counted, DropoutSite, Experts
-from fivefold.models.masks import Mask
 
 RESIDUAL = "the residual stream"
 WATCHED = 2  # the token whose dependencies are checked
@@ -184,7 +184,7 @@ class Trace:
     `places`: the inputs that tell the first layer the positions of its tokens.
     `dropouts`: the sites that drop something, in order.
 
-    Combined from several runs (`trace.py`):
+    Combined from several runs (`discover.py`):
     `counted`: the module that counts the tokens of a row for itself (`facts.Counted`), or None.
     `padding`: the padding token of a model that counts positions from it (`forwards.py`), else None.
     `to_logits`: modules with parameters between the last hidden states and the logits, in order.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fivefold.core.errors import UserError
-from fivefold.models import attention, hf_internals, masks
+from fivefold.models import attention, hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.facts import DropoutKind, DropoutSite
 from fivefold.models.recipe import buffer_values
@@ -104,7 +104,7 @@ class Recorder:
                 raise
             except UserError as error:  # attention refuses an option that it would drop
                 raise Untraceable(error.what, fix=error.fix) from error
-            except masks.MaskOpened as error:
+            except attention.MaskOpened as error:
                 raise Untraceable(str(error)) from error
             except Exception as error:  # the model's own code failed on stand-ins
                 if self._block is not None and self._block.convolution:
@@ -335,15 +335,15 @@ class Recorder:
         self._block.events[-1].mask = attention_mask
         return out, None
 
-    def mask(self, *args: Any, mask_function: masks.MaskFunction, **kwargs: Any) -> masks.Mask:
+    def mask(self, *args: Any, mask_function: attention.MaskFunction, **kwargs: Any) -> attention.Mask:
         """The mask function of the copy. Raises `UserError` for a mask that `Mask` cannot express."""
-        mask = masks.asked_for(*args, **kwargs)
+        mask = attention.mask_asked_for(*args, **kwargs)
         try:
-            masks.check(mask, mask_function)
-        except masks.NeedsTokens:
-            if self.tokens >= masks.shown_in(mask):
+            attention.check_mask(mask, mask_function)
+        except attention.NeedsTokens:
+            if self.tokens >= attention.shown_in(mask):
                 raise
-            self.longest = max(self.longest, masks.shown_in(mask))
+            self.longest = max(self.longest, attention.shown_in(mask))
         return mask
 
     def _record(

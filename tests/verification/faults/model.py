@@ -11,7 +11,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
 from fivefold.models import attention, kernels, packed
-from fivefold.models.masks import Mask
+from fivefold.models.attention import Mask
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel import apply
 from fivefold.parallel.fsdp import runtime as data

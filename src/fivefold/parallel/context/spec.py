@@ -33,7 +33,7 @@ class SharedRows:
     """Rows whose tokens the ranks of a group share, and what a query of them sees.
 
     `tokens`: the blocks of a row that each rank has. `edges`: bounds of the documents over the tokens of all rows
-    (`cu_seqlens`). `window`, `chunk`: of the attention (`masks.Mask`).
+    (`cu_seqlens`). `window`, `chunk`: of the attention (`attention.Mask`).
     """
 
     tokens: Tokens
