@@ -242,7 +242,6 @@ def saves_memory_of(output: Tensor) -> bool:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """True for a convolution of any number of dimensions, transposed or not."""
     return isinstance(module, nn.modules.conv._ConvNd)
 
 
@@ -288,7 +287,6 @@ def has_lost_cuda() -> bool:
 
 
 def default_store() -> Any:
-    """The store of the world's rendezvous."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -401,7 +399,6 @@ def _work(found: Any, async_op: bool, timeout: int) -> Any:
 
 
 def _options(kind: str, async_op: bool, timeout: int, **others: Any) -> Any:
-    """Make an options struct of c10d by name."""
     options = getattr(torch._C._distributed_c10d, kind)()
     options.asyncOp, options.timeout = async_op, timedelta(milliseconds=timeout)
     for name, value in others.items():
@@ -499,7 +496,6 @@ def _scatter_each(
 
 
 def _all_of(works: list[Any]) -> Any:
-    """One work that waits for several."""
     if len(works) == 1:
         return works[0]
 
@@ -838,7 +834,6 @@ def compiles(most: int = 100_000) -> list[Compile]:
 
 
 def graph_breaks() -> dict[str, int]:
-    """The number of Dynamo's graph breaks, by reason."""
     return dict(import_module("torch._dynamo.utils").counters["graph_break"])
 
 

@@ -52,7 +52,6 @@ class Anatomy:
 
 
 def is_within(name: str, modules: Iterable[str]) -> bool:
-    """True if `name` lies in one of `modules`."""
     return name.startswith(tuple(f"{module}." for module in modules))
 
 

@@ -51,7 +51,6 @@ class Mask:
     start: int = 0
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """A bool tensor over positions that broadcast."""
         seen = key <= query
         if self.window is not None:
             seen = seen & (key > query - self.window)
@@ -319,7 +318,6 @@ def _is_padded_cache(query: Tensor, key: Tensor, cu_seqlens: Tensor | None) -> b
 
 
 def _first_keys(cu_seqlens: Tensor | None, rows: int, keys: int) -> list[int]:
-    """The first key of each row's last document."""
     assert cu_seqlens is not None
     ends = torch.arange(1, rows + 1) * keys
     found: list[int] = (cu_seqlens[torch.searchsorted(cu_seqlens.long(), ends) - 1] - ends + keys).tolist()

@@ -319,7 +319,6 @@ def _merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, A
 
 
 def _rope_replaced(config: PreTrainedConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings of a config, for all layers or by layer type, with overrides applied."""
     old = config.rope_parameters or {}
     by_type = [key for key, value in old.items() if isinstance(value, Mapping)]
     types = by_type or config.nested_rope_parameter_keys(asked)

@@ -63,7 +63,6 @@ def sort_by_expert(index_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes `order`."""
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     return back
@@ -118,7 +117,6 @@ class _Weighted(torch.autograd.Function):
 
 
 def _sum_picks(rows_SD: Tensor, back_NK: Tensor) -> Tensor:
-    """The sum of the K rows of each token: [N, D]."""
     return rows_SD[back_NK].sum(1)
 
 

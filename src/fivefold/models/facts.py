@@ -134,7 +134,6 @@ class Partition:
 
     @cached_property
     def entries(self) -> tuple[TPInput, ...]:
-        """The entries of all blocks, in order."""
         return tuple(entry for tp_block in self.tp_blocks for entry in tp_block.entries)
 
     def of_layers(self, layers: Sequence[str]) -> "Partition":
@@ -282,7 +281,6 @@ class Packing:
     size: int
 
     def row_bytes(self, numbers: int) -> int:
-        """Bytes of a row of so many numbers."""
         return numbers // self.block * self.size
 
 
@@ -407,7 +405,6 @@ class ModelFacts:
 
     @property
     def layer_costs(self) -> tuple[LayerCost, ...]:
-        """The cost of each layer, in order."""
         return tuple(self.costs[kind] for kind in self.kinds)
 
     @property
@@ -423,7 +420,6 @@ class ModelFacts:
         dropped = frozenset(self.anatomy.layers) - set(layers)
 
         def names_dropped(value: Any) -> bool:
-            """True if a value belongs to a dropped layer."""
             if isinstance(value, str):
                 parts = value.split(".")
                 return any(".".join(parts[:size]) in dropped for size in range(1, len(parts) + 1))
@@ -557,7 +553,6 @@ class _Deeper:
         return (*values[:first], *repeated, *values[stop:])
 
     def _owners(self, value: Any) -> list[int]:
-        """The own layers that a value names."""
         return [at for at, layer in enumerate(self.own) if self._moved(value, layer, "?") is not value]
 
     def _moved(self, value: Any, old: str, new: str) -> Any:

@@ -77,7 +77,6 @@ def write_facts(file: Path, facts: ModelFacts) -> None:
 
 
 def about_code() -> list[str]:
-    """The versions and the code that facts depend on."""
     return [*_versions(), _code()]
 
 

@@ -57,7 +57,6 @@ def layers_kept(config: Any, least: int = 2) -> tuple[list[int], list[str]]:
 
 
 def _said(text: dict[str, Any], count: int) -> list[str]:
-    """The settings of each single layer in a config."""
     numbered = [set(holder[key]) for holder, key in _numbered(text, count)]
     overrides = {int(number): override for number, override in (text.get(OVERRIDES) or {}).items()}
     listed = [holder[key] for holder, key in _per_layer(text, count)]
@@ -86,7 +85,6 @@ def _lists(values: dict[str, Any]) -> Iterator[Holder]:
 
 
 def _per_layer(values: dict[str, Any], count: int) -> list[Holder]:
-    """The lists with an entry for each of `count` layers."""
     numbered = _numbered(values, count)
     return [place for place in _lists(values) if len(place[0][place[1]]) == count and place not in numbered]
 

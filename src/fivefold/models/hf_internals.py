@@ -79,12 +79,10 @@ def read_config_dict(source: str | Path) -> dict[str, Any]:
 
 
 def config_class(model_type: str) -> type[PreTrainedConfig] | None:
-    """The config class registered for `model_type`, or None."""
     return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 (it has no .get of its own)
 
 
 def config_keys(cls: type[PreTrainedConfig]) -> set[str]:
-    """Every key that a `config.json` of this class may contain."""
     return set(cls().to_dict()) | set(cls.attribute_map)
 
 
@@ -294,7 +292,6 @@ def load_unmodified(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def no_progress_bars() -> None:
-    """Disable the progress bars of `transformers`."""
     transformers.utils.logging.disable_progress_bar()
 
 
@@ -327,7 +324,6 @@ def register_attention(name: str, forward: Callable[..., Any], mask: Callable[..
 
 
 def select_attention(model: PreTrainedModel, name: str) -> None:
-    """Make every attention module of `model` call the function registered under `name`."""
     model.set_attn_implementation(name)
 
 
@@ -339,7 +335,6 @@ def implementations(model: nn.Module) -> list[tuple[str | None, str | None]]:
 
 
 def register_experts(name: str, forward: Callable[..., torch.Tensor]) -> None:
-    """Offer an experts function to every model under `name`."""
     ExpertsInterface.register(name, forward)
 
 
@@ -363,7 +358,6 @@ def base_prefix(model: PreTrainedModel) -> str:
 
 
 def block_classes(model: PreTrainedModel) -> set[str]:
-    """Class names of the decoder blocks, as the model states them."""
     return set(model._no_split_modules or ())
 
 
@@ -625,7 +619,6 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def set_linear_sizes(module: nn.Module) -> None:
-    """Set a linear's size attributes from its weight."""
     known = _registered(module)
     assert known is not None, f"{type(module).__name__} is no linear"
     out_dim, in_dim, (outputs, inputs) = LINEARS[known]

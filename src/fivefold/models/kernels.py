@@ -195,7 +195,6 @@ def _flat(tensor_NHLD: Tensor) -> Tensor:
 
 
 def _even(rows: int, length: int, like: Tensor) -> Tensor:
-    """Cumulative bounds of `rows` times `length` tokens."""
     return torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=like.device)
 
 

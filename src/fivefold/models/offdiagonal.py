@@ -115,7 +115,6 @@ def _by_row(edges: tuple[int, ...], rows: int, length: int) -> list[list[int]]:
 
 
 def _document(edges: Sequence[int], token: int) -> Block:
-    """The document that holds a token."""
     start = max(edge for edge in edges if edge <= token)
     return start, min(edge for edge in edges if edge > token)
 

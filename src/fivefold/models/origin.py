@@ -68,7 +68,6 @@ def _read(path: Path) -> bytes:
 
 
 def _licence(card: Path) -> str | None:
-    """The licence that a model card states."""
     try:
         front = metadata_load(card) if card.is_file() else None
     except (ValueError, yaml.YAMLError):  # not UTF-8, or no front matter of keys

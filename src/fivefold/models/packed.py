@@ -188,7 +188,6 @@ def padded_length(length: int) -> int:
 
 
 def longest(cu_seqlens: Tensor) -> int:
-    """Tokens of the longest document."""
     return int(cu_seqlens.diff().max())
 
 

@@ -410,7 +410,6 @@ class _Derivation:
 
 
 def _by_input(block: BlockTrace, names: Sequence[str]) -> Iterable[tuple[str, ...]]:
-    """Linears grouped by their input tensor."""
     found: dict[int, list[str]] = {}
     for name in names:
         found.setdefault(id(block.linear(name).inputs[0]), []).append(name)
@@ -418,7 +417,6 @@ def _by_input(block: BlockTrace, names: Sequence[str]) -> Iterable[tuple[str, ..
 
 
 def _heads(called: Event) -> tuple[int, int]:
-    """Query and key/value heads of an attention."""
     query, key, _ = called.inputs
     return query.shape[1], key.shape[1]
 

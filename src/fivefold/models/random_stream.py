@@ -36,7 +36,6 @@ _DOUBT = 2.0**-48  # relative difference of two fp64 cosines: each is right with
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """The region of a whole tensor."""
     return tuple(slice(0, size) for size in shape)
 
 

@@ -21,8 +21,6 @@ from fivefold.torch_internals import Dispatch, fans, storage_key
 
 @dataclass(frozen=True)
 class Constant:
-    """One value everywhere."""
-
     value: float
 
 
@@ -154,7 +152,6 @@ class _Recorder:
         self._numbers: list[tuple[Tensor, float]] = []  # tensors on meta, each with its number
 
     def receive(self, function: str, given: Arguments) -> None:
-        """Record one call of an initialiser."""
         translate = _TRANSLATIONS.get(function)
         self._record(given["tensor"], translate(given) if translate else Unknown(function))
 

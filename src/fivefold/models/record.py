@@ -108,7 +108,6 @@ class BlockTrace:
         return [*plain, *(self.outputs[memory] for memory in self.outputs if memory in needed - self.read)]
 
     def linear(self, name: str) -> Event:
-        """The call of a linear."""
         return next(event for event in self.events if event.kind == "linear" and event.name == name)
 
     def add(self, name: str, leaf: Tensor, read: Tensor) -> None:
@@ -129,7 +128,6 @@ class BlockTrace:
         return found
 
     def tokens_meet(self) -> MixesTokens:
-        """The error for this block."""
         how = f" ({self.convolution} is a convolution)" if self.convolution else ""
         return MixesTokens(f"{self.layer} lets tokens meet outside of the attention function{how}")
 
@@ -216,7 +214,6 @@ class Trace:
 
     @property
     def experts(self) -> list[Experts]:
-        """The modules of experts, in order."""
         return [
             Experts(
                 event.name,

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from fivefold.core.errors import UserError
 from fivefold.models import attention, hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
+from fivefold.models.attention import Mask, MaskFunction
 from fivefold.models.facts import DropoutKind, DropoutSite
 from fivefold.models.recipe import buffer_values
 from fivefold.models.record import RESIDUAL, BlockTrace, Event, Kept, Kind, MixesTokens, Trace, Untraceable
@@ -151,7 +152,6 @@ class Recorder:
 
     @property
     def _innermost(self) -> str:
-        """The innermost running module, in words."""
         return (self._under_way[-1] if self._under_way else "") or "its forward"
 
     def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -335,7 +335,7 @@ class Recorder:
         self._block.events[-1].mask = attention_mask
         return out, None
 
-    def mask(self, *args: Any, mask_function: attention.MaskFunction, **kwargs: Any) -> attention.Mask:
+    def mask(self, *args: Any, mask_function: MaskFunction, **kwargs: Any) -> Mask:
         """The mask function of the copy. Raises `UserError` for a mask that `Mask` cannot express."""
         mask = attention.mask_asked_for(*args, **kwargs)
         try:
@@ -462,7 +462,6 @@ def _memory(x: Tensor) -> int:
 
 
 def _flat(value: Any) -> list[Any]:
-    """The items of a tuple, list or dict, or the value itself."""
     if isinstance(value, dict):
         return [part for item in value.values() for part in _flat(item)]
     return [part for item in value for part in _flat(item)] if isinstance(value, tuple | list) else [value]

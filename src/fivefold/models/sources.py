@@ -56,11 +56,9 @@ class TensorSource(ABC):
     unread: Sequence[str] = ()
 
     def names(self) -> set[str]:
-        """Every name that can be read."""
         return set(self.shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The global shape of a tensor."""
         return self.shapes[name]
 
     @abstractmethod
@@ -68,7 +66,6 @@ class TensorSource(ABC):
         """The values of `region`, one slice of step 1 per dim; nothing else is drawn or read."""
 
     def whole(self, name: str) -> Tensor:
-        """Read a whole tensor."""
         return self.read(name, whole(self.shape(name)))
 
 
@@ -108,7 +105,6 @@ class RandomInit(TensorSource):
         recipes.check_drawable(self._recipe, stored)
 
     def read(self, name: str, region: Region) -> Tensor:
-        """See `TensorSource`."""
         shape, dtype = self.shapes[name], self._dtypes[name]
         return recipes.draw(self._recipe[name], name, seed=self._seed, shape=shape, region=region, dtype=dtype)
 
@@ -158,7 +154,6 @@ class SafetensorsFolder(TensorSource):
                 raise UserError(f"{self.folder} holds other values of the buffer {name} than the model computes")
 
     def read(self, name: str, region: Region) -> Tensor:
-        """See `TensorSource`."""
         if name in self._merged:
             pieces = self._merged[name]
             with ExitStack() as stack:
@@ -239,7 +234,6 @@ def own_heads(folder: Path, model: PreTrainedModel) -> list[str]:
 
 
 def _are_equal(*tensors: tuple[Path, str]) -> bool:
-    """Compare two tensors of files, row by row."""
     with ExitStack() as stack:
         one, other = (stack.enter_context(_open(path)).get_slice(name) for path, name in tensors)
         if one.get_shape() != other.get_shape():

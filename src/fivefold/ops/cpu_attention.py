@@ -78,7 +78,6 @@ class _Shape(ctypes.Structure):
 
 
 def use(is_wanted: bool) -> None:
-    """Enable or disable the kernel in this process, if it is available."""
     _choice.is_wanted = is_wanted
 
 
@@ -135,7 +134,6 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _is_taken(tensor: Tensor) -> bool:
-    """True if the elements of a head are contiguous."""
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 

@@ -80,7 +80,6 @@ def drop_below(p: float) -> int:
 
 
 def kept_scale(p: float) -> float:
-    """Factor of the elements that are kept."""
     return 1 / (1 - p) if p < 1 else 0.0
 
 
@@ -106,7 +105,6 @@ class Drop(torch.autograd.Function):
 
 
 def dropped(x: Tensor, token: Tensor, feature: Tensor, p: float) -> Tensor:
-    """`Drop`, without its backward."""
     return scaled(kept(token.unsqueeze(-1) * feature, p), x, p)
 
 

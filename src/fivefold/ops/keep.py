@@ -206,8 +206,6 @@ def save_reduced_only(forward: Forward) -> Forward:
 
 
 def save_nothing(forward: Forward) -> Forward:
-    """Wrap `forward` to save nothing."""
-
     def run(*args: Any, **kwargs: Any) -> Any:
         with _during(None):
             return forward(*args, **kwargs)

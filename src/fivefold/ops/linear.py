@@ -177,7 +177,6 @@ class Linears:
     are_outside: bool = False
 
     def of(self, module: str) -> "Linears":
-        """Multiplication of the linear, or the experts, of this name."""
         return self if self.has_products(module) else replace(self, products={})
 
     def place(
@@ -337,7 +336,6 @@ class Grouped(OneByOne):
 
     @property
     def ends(self) -> Tensor:
-        """End of each expert's rows, [E] int32."""
         return self.counts_E.cumsum(0).to(torch.int32)
 
 

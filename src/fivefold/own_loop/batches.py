@@ -132,7 +132,6 @@ def micro_batch(
 
 
 def _device() -> torch.device:
-    """The device for tensors of the world's collectives."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
@@ -312,7 +311,6 @@ def leaves_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_grad_enabled() -> None:
-    """Raise `UserError` under `torch.no_grad()`."""
     if not torch.is_grad_enabled():
         raise refusal(
             "gradients are off here: torch.no_grad()",

@@ -57,7 +57,6 @@ def _before_hooks(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _begin(spread: Sequence[Tensor], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Begin a step, whose closure is the user's."""
     Part.steps += 1
 
     def outside(given: Any) -> Any:

@@ -165,7 +165,6 @@ class CheckpointManager:
         self._tell_published()
 
     def close(self) -> None:
-        """Let the pending save end."""
         self._saver.close()
 
     def _tell_published(self) -> None:
@@ -271,7 +270,6 @@ class Checkpoints(Part):
         self.after_step(run, row)
 
     def finish(self) -> None:
-        """Wait for the last save. Raises, on every rank, the error of a failed one."""
         self.manager.finish()
         if self.manager.failed:
             raise self.manager.failed

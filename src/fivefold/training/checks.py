@@ -106,7 +106,6 @@ def listed(what: str, numbers: Iterable[int]) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """A text such as "ranks 0, 2"."""
     return listed("rank", ranks)
 
 
@@ -240,7 +239,6 @@ def largest(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of a model's parameters."""
     return next(model.parameters()).device
 
 
@@ -349,7 +347,6 @@ def _overdue(
 
 
 def _holders(state: ParallelState, name: str) -> set[int]:
-    """The ranks that hold a part of a parameter."""
     return {rank for rank in range(dist.get_world_size()) if state.placement.regions(name, rank)}
 
 

@@ -74,7 +74,6 @@ class Pace:
         self._marks: deque[tuple[int, float]] = deque([(start, clock())], maxlen=PACE_STEPS)
 
     def mark(self, step: int) -> None:
-        """Record that `step` steps are done now."""
         self._marks.append((step, self._clock()))
 
     def remaining(self) -> float | None:
@@ -107,11 +106,9 @@ class PlainDisplay:
         pass
 
     def header(self, lines: Sequence[Line]) -> None:
-        """Describe the run that is about to start."""
         self._say(*(f"{label:<8} {text}" for label, text in lines))
 
     def step(self, row: Row) -> None:
-        """Show one row of metrics."""
         self._pace.mark(row["step"])
         now = self._clock()
         if self._said is None or now - self._said >= PLAIN_SECONDS or row["step"] >= self._total:
@@ -145,7 +142,6 @@ class PlainDisplay:
         self._say(f"note: {text}")
 
     def closing(self, lines: Sequence[Line]) -> None:
-        """Show where the results are and what to type next."""
         self._say(*(f"{label:<8} {text}" for label, text in lines))
 
     def _say(self, *lines: str) -> None:
@@ -204,7 +200,6 @@ class LiveDisplay(PlainDisplay):
         self._console.print(_labelled(lines))
 
     def panel(self) -> RenderableType:
-        """The panel in its current state."""
         done = self._row.get("step", self._start)
         since = self._clock() - self._row_time
         waiting = "the first step takes longest" if not self._row else self._times(self._row, since)
@@ -245,7 +240,6 @@ def _line(*cells: RenderableType, wide: int) -> RenderableType:
 
 
 def _labelled(lines: Sequence[Line]) -> RenderableType:
-    """A grid with the labels in one column and the wrapped texts in the next."""
     grid = Table.grid(padding=(0, 2))
     for label, text in lines:
         grid.add_row(Text(label, style="bold"), Text(shown(text), overflow="fold"))

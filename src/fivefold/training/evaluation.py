@@ -62,7 +62,6 @@ class BestSteps(Part):
         return [("best", self._told)] if self._told else []
 
     def after_step(self, run: LiveRun, row: dict[str, Any]) -> None:
-        """Compare this evaluation with those before, and add the best one to `row`."""
         if not run.due(run.config.eval.every):
             return
         best = run.progress.best

@@ -122,7 +122,6 @@ def lines(run: LiveRun, about: Mapping[str, Any], *, attention: str) -> list[Lin
 
 
 def _rows(config: RunConfig) -> str:
-    """The rows of a batch."""
     by_cost = ", shared out by cost" if config.data.balance_rows else ""
     ranks = config.data.balance_documents
     ordered = f", documents ordered for {ranks} ranks of cp" if ranks > 1 else ""
@@ -130,7 +129,6 @@ def _rows(config: RunConfig) -> str:
 
 
 def _outer_lines(config: RunConfig) -> list[tuple[str, str]]:
-    """How replicas meet that train apart."""
     outer = config.outer
     meet = f"replicas train apart and meet every {many(outer.every, 'step')}"
     how = f"SGD of rate {outer.learning_rate:g} and {'Nesterov ' * outer.nesterov}momentum {outer.momentum:g}"

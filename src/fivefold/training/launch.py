@@ -110,13 +110,11 @@ def run(
 
 
 def _opened(config: RunConfig) -> str:
-    """Open the run folder, and return who holds it."""
     put_aside(open_folder(config))
     return holder_of(config.run_dir)
 
 
 def _on_nodes(config: RunConfig, nproc: int | None, prove: Prove | None, listener: Listener | None) -> Path:
-    """Train with the other nodes on which this command was started."""
     from fivefold.training import nodes  # imports torch
 
     kind = device_kind(config.train.device)
@@ -187,7 +185,6 @@ def _is_finished(config: RunConfig, data: "PreparedData") -> bool:
 
 
 def _start(config: RunConfig, crew: Workers, listener: Listener | None) -> Path:
-    """Start the workers on this machine, and restart them as long as that helps."""
     kind = device_kind(config.train.device)
     print(f"starting {crew.count} worker{'s' if crew.count > 1 else ''} on {kind} ...", flush=True)
     logs, patience = open_folder(config), config.train.collective_timeout
@@ -215,7 +212,6 @@ def _advised(config: RunConfig, crew: Workers, start: Callable[[], None]) -> Non
 
 
 def _tell_restart(config: RunConfig, text: str) -> None:
-    """Report a restart on the screen and in the run's history."""
     say(text)
     with closing(history.Log(config.run_dir, say)) as log:
         log.write("died", last_logged_step(config), what=text)

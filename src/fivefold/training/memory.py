@@ -124,7 +124,6 @@ def _when(error: Exception, phase: str, run: LiveRun | None) -> str:
 
 
 def phase_of(stack: TracebackType | None) -> str:
-    """The phase, in words, in which an error was raised, from its stack."""
     frames = [(frame.filename.replace("\\", "/"), frame.name) for frame in traceback.extract_tb(stack)]
     for part, function, phase in _PHASES:
         if any(part in file and name == function for file, name in frames):
@@ -158,7 +157,6 @@ def held(message: str, device: str, run: LiveRun | None) -> Held:
 
 
 def _states(run: LiveRun) -> dict[str, float]:
-    """Bytes of parameters, gradients and optimizer state on the rank's device."""
     device = torch.device(run.world.device).type
 
     def size(tensors: Any) -> float:
@@ -256,8 +254,6 @@ def pays(config: RunConfig, world: World) -> bool:
 
 
 class Trial(Part):
-    """Tries the memory of a run before its first step."""
-
     def __init__(self, memory: PeakMemory) -> None:
         self._memory, self._told = memory, ""
 

@@ -146,16 +146,13 @@ class _Node:
         return None  # the others have gone on: it was an error of their past
 
     def _suffices_without(self, current: Round, nodes: int) -> bool:
-        """True if so many nodes may leave."""
         return len(current.members) - nodes + self._meeting.spare >= self._least
 
     def _failed_alone(self, current: Round) -> bool:
-        """True if no other node has failed, too."""
         time.sleep(_CONSEQUENCE)  # for the others to find their own failures
         return len(current.blamed()) == 1
 
     def _leave(self, current: Round, why: str, error: UserError) -> NoReturn:
-        """Leave the run to the other nodes."""
         current.leave(why)
         with closing(history.Log(self._config.run_dir, say)) as log:
             log.write("left out", last_logged_step(self._config), what=f"{current.members[current.node]}: {why}")

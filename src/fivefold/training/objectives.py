@@ -36,7 +36,6 @@ class Objective:
 
     @property
     def has_pairs(self) -> bool:
-        """True if the objective is defined on pairs of answers."""
         return self.name in OBJECTIVES
 
     @property
@@ -51,7 +50,6 @@ class Objective:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of its metrics, in order."""
         return RATED_METRICS if self.has_baseline else METRICS
 
     @property

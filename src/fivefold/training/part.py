@@ -54,11 +54,9 @@ class RunProgress:
     last_eval: float | None = None
 
     def counters(self) -> dict[str, int]:
-        """The counters that a checkpoint has besides its step."""
         return {"tokens_seen": self.tokens_seen, "skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take the counters from the state of a checkpoint."""
         for name in self.counters():
             setattr(self, name, state[name])
 
@@ -149,7 +147,6 @@ class LiveRun:
 
     @property
     def _share(self) -> dict[str, Any]:
-        """The arguments with which `PackedRows` selects this rank's rows."""
         placement = state_of(self.model).placement
         return {
             "data_rank": placement.data_rank,

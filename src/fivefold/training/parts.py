@@ -145,7 +145,6 @@ class StepInMemory(Part):
 
 
 def _held(run: LiveRun, row: Mapping[str, Any], *, owes: bool) -> HeldStep:
-    """The step just done."""
     return HeldStep(run.step, run.state(), run.progress.best, dict(row), owes)
 
 

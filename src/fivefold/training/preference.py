@@ -154,7 +154,6 @@ def table(model: Any, batches: Iterable[MicroBatch], pairs: int) -> Table:
 
 
 def pairs_of(batch: MicroBatch) -> int:
-    """The number of pairs in a micro batch."""
     return 0 if batch.pairs is None else len(batch.pairs)
 
 

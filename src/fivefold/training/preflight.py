@@ -93,7 +93,6 @@ def needs_of(
 
 
 def bytes_of(plan: ParallelPlan, config: RunConfig) -> StepBytes:
-    """Bytes of a step of the run."""
     layout = plan.layout
     tokens, micro_batches = layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)
     plan = within_budget(plan, (tokens, micro_batches))
@@ -163,7 +162,6 @@ def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: i
 
 
 def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
-    """Bytes of a checkpoint: weights and optimizer state."""
     plan = state_of(model).plan
     kept = [name for names in rule_for(config.optimizer).state(plan.placement).values() for name in names]
     return plan.placement.checkpoint_bytes(kept, master_dtype(plan.layout.precision).itemsize)

@@ -57,17 +57,14 @@ class _Reports:
             sent.result()
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Keep the row of a step, for its checkpoint."""
         self._rows[row["step"]] = _numbers(row)
         if len(self._rows) > _MOST_ROWS:
             del self._rows[next(iter(self._rows))]
 
     def evaluation(self, row: Mapping[str, Any]) -> None:
-        """Report the row of an evaluation."""
         self._sent.append(self._thread.submit(_report, _numbers(row), None))
 
     def checkpoint(self, folder: Path) -> None:
-        """Report a published checkpoint, with the row of its step."""
         (step,) = steps_of([folder.name])
         row = self._rows.get(step, {"step": step})
         self._rows = {later: kept for later, kept in self._rows.items() if later > step}

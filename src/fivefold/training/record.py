@@ -86,7 +86,6 @@ def _save(config: RunConfig, about: dict[str, Any], room: Path | None = None) ->
 
 
 def _collectives(model: Any, config: RunConfig) -> tuple[Collective, ...]:
-    """The collectives of a step on this rank."""
     layout = state_of(model).plan.layout
     tokens, micro_batches = layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)
     shape = step_shape(

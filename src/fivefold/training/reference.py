@@ -368,7 +368,6 @@ class Reference:
 
 
 def objective_of(config: RunConfig) -> Objective:
-    """The objective that the run file asks for."""
     section = config.objective
     return Objective(section.name, section.beta, section.gamma, section.desirable_weight, section.undesirable_weight)
 

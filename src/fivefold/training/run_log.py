@@ -79,7 +79,6 @@ class RunLog:
             self._history = None
 
     def happened(self, event: str, step: int, what: str) -> None:
-        """Record an event of this step in the history."""
         if self._history:
             self._history.write(event, step, what=what)
 
@@ -93,7 +92,6 @@ class RunLog:
         self.display.step(row)
 
     def sampled(self, samples: Sequence[Sample]) -> None:
-        """Write and show the samples of a step."""
         for sample in samples:
             if self._samples:
                 self._samples.write(sample.row)
@@ -144,7 +142,6 @@ class HeldFolder:
         return rounds.room(self.run_dir, self.round) if self.round else None
 
     def release(self) -> None:
-        """Release the lock."""
         if self._lock:
             self._lock.release()
         self._lock = None

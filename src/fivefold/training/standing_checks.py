@@ -48,7 +48,6 @@ class StandingChecks(Part):
             yield
 
     def _is_due(self, run: LiveRun) -> bool:
-        """True if the next step is checked."""
         every, saved, step = run.config.train.check_every, run.config.checkpoint.every, run.step + 1
         is_saved = saved > 0 and step % saved == 0
         return every > 0 and (self._passed is None or step % every == 0 or is_saved or step == run.total_steps)
@@ -110,7 +109,6 @@ class Pace:
 
     @property
     def stragglers(self) -> list[int]:
-        """The ranks that are slow at present."""
         return [rank for rank, times in self._slow.items() if times >= IN_A_ROW]
 
 

@@ -182,7 +182,6 @@ class TrackerSink:
 
 
 def _read(ids: Path) -> dict[str, str]:
-    """The run's id in each tracker."""
     return json.loads(ids.read_text(encoding="utf-8")) if ids.exists() else {}
 
 
@@ -191,7 +190,6 @@ def _plain(config: RunConfig) -> dict[str, Any]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a tree of sections to dotted keys."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

@@ -85,7 +85,6 @@ class _Watchdog:
         self._waits, self._moves = Waits(recorder, timeout), Moves()
 
     def run(self) -> None:
-        """Poll until the run has ended."""
         before = time.monotonic()
         while not self._ended.wait(self._pause):
             now = time.monotonic()
@@ -166,7 +165,6 @@ class Waits:
         self.are_under_way = bool(under_way(found or active))
 
     def in_words(self) -> str:
-        """A message for the user; see `in_words`."""
         return in_words(entries(self._source))
 
 

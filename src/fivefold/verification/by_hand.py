@@ -224,7 +224,6 @@ class Draws:
             self._model.eval()
 
     def begin(self, row: int, start: int) -> None:
-        """Begin a document."""
         self.row, self.start, self._calls = row, start, {}
 
     def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -302,7 +301,6 @@ def _odd(bits: np.ndarray) -> np.ndarray:
 
 
 def _unsigned(bits: np.ndarray) -> np.ndarray:
-    """The order of signed numbers, from 0."""
     turned: np.ndarray = bits ^ U32(2**31)
     return turned
 
@@ -384,7 +382,6 @@ def uniform(name: str, step: int, rows: int, width: int) -> Tensor:
 
 
 def _hash(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """Hash 32-bit unsigned integers with lowbias32."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
     mixed: npt.NDArray[np.uint32] = x ^ (x >> np.uint32(16))

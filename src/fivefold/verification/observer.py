@@ -352,7 +352,6 @@ class Comparison:
         self._whole: set[str] = set()  # keys with all their values compared
 
     def allowed(self, key: str) -> float:
-        """The tolerance of a key."""
         return self._tolerances.of(key)
 
     def pieces(
@@ -385,7 +384,6 @@ class Comparison:
                 self._whole.add(key)
 
     def judged(self, kind: str, distances: Distances) -> list[ComparisonRow]:
-        """The rows that `in_order` would add."""
         return self._rows(kind, _of_all_ranks(kind, distances), None)
 
     def _rows(self, kind: str, everyone: Sequence[Distances], names: list[str] | None) -> list[ComparisonRow]:
@@ -444,7 +442,6 @@ class Comparison:
 
 
 def _of_all_ranks(kind: str, distances: Distances) -> list[Distances]:
-    """The distances of a kind, rank by rank."""
     mine = {key: asdict(distance) for key, distance in distances.items() if kind_of(key) == kind}
     return [{key: Distance(**distance) for key, distance in told.items()} for told in everywhere(mine)]
 

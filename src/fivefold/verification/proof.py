@@ -96,7 +96,6 @@ class Proof:
         )  # fmt: skip
 
     def run(self) -> LayoutResult:
-        """Run all comparisons."""
         for stage in self.stages:
             stage()
         return self.found
@@ -374,7 +373,6 @@ class Proof:
     # ---- below the comparisons ---------------------------------------------------------------------------------------
 
     def _batch(self, step: int) -> list[MicroBatch]:
-        """This rank's micro batches of a step."""
         return self._micro_batches(self.case.documents(step))
 
     def _micro_batches(self, documents: Documents) -> list[MicroBatch]:

@@ -154,24 +154,20 @@ class ProofCase:
         return found
 
     def targets(self, step: int) -> int:
-        """The number of trained targets of the global batch of `step`."""
         documents = [document for row in self.documents(step) for document in row]
         return sum(
             len(document.targets) if document.trained is None else int(document.trained.sum()) for document in documents
         )
 
     def prompt_tokens(self) -> list[np.ndarray]:
-        """The prompts to continue."""
         rng = np.random.default_rng([self.seed, 1_000_003])
         return [rng.integers(0, self.vocabulary, length) for length in (5, 11, 2, 17, 3)[: self.prompts]]
 
     def save(self, path: Path) -> None:
-        """Write the case for the other ranks."""
         path.write_bytes(TypeAdapter(ProofCase).dump_json(self))
 
     @staticmethod
     def load(path: Path) -> "ProofCase":
-        """Read what `save` wrote."""
         return TypeAdapter(ProofCase).validate_json(path.read_bytes())
 
 
@@ -231,5 +227,4 @@ def micro_batches(
 
 
 def tokens_of(row: Sequence[Piece]) -> int:
-    """The number of real tokens of a row."""
     return sum(len(document.tokens) for document in row)

@@ -84,7 +84,6 @@ _RULES: dict[str, UpdateRule] = {}
 
 
 def rule_of(name: str) -> UpdateRule:
-    """The rule of an optimizer named in `OPTIMIZERS`."""
     if name not in _RULES:
         register(importlib.import_module(f"{__name__}.{name}").RULE)
     return _RULES[name]

@@ -89,7 +89,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
         self._states.update(self._adamw)
         own = (self._matrices[name] for name in self._whole.names if name in self._matrices)
         self._there = self._states.walk(self, ([matrix] for matrix in own))

@@ -106,15 +106,12 @@ class PythonOptimizer(UpdateRule):
         return optimizer
 
     def like(self, options: OptimizerSection) -> Make:
-        """Build others of the class for a trial, with the same options."""
-
         def make(groups: list[dict[str, Any]], but: Sequence[str]) -> torch.optim.Optimizer:
             return self._made(groups, options, float(groups[0]["lr"]), but)
 
         return make
 
     def reference(self, weights: Weights, options: OptimizerSection, rate: float) -> list[torch.optim.Optimizer]:
-        """The same class over whole tensors."""
         return [self._over([*weights.blocks, *weights.matrices], weights.vectors, options, rate)]
 
     def state(self, placement: Placement) -> dict[str, list[str]]:
@@ -163,7 +160,6 @@ class PythonOptimizer(UpdateRule):
             raise self._code.error(error, more=READ_MORE) from error
 
     def _default_group(self, options: OptimizerSection) -> Mapping[str, Any]:
-        """The options of a group that is given none."""
         return self._made([{"params": [nn.Parameter(torch.zeros(4, 6))]}], options, _RATE).param_groups[0]
 
     def _try(self, options: OptimizerSection) -> Mapping[int, Sequence[str]]:

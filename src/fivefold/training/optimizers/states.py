@@ -114,7 +114,6 @@ class KeptState:
         return found
 
     def _blocks(self, rows: Tensor) -> Tensor:
-        """View rows [rows, width] as [rows, blocks, block]."""
         return rows.view(len(rows), -1, self.block)
 
     def _random(self, step: Tensor, rows: slice, device: torch.device) -> Tensor:
@@ -163,7 +162,6 @@ def _rounded(values: Tensor, at_random: Tensor) -> Tensor:
 
 
 def _nearest(parts: Tensor) -> Tensor:
-    """The codes nearest to numbers from -1 to 1."""
     table = _table(False, parts.dtype, parts.device)
     return torch.bucketize(parts, (table[1:] + table[:-1]) / 2, out_int32=True)
 

@@ -276,7 +276,6 @@ class _Twin:
         return next((k for k, v in kept if isinstance(v, Tensor) and v.ndim and not isinstance(v, DTensor)), None)
 
     def step(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Take one step, with its share of the gradients."""
         for parameters, given in zip(self.parameters, gradients, strict=True):
             for parameter, gradient in zip(parameters, self._share(given), strict=True):
                 parameter.grad = gradient.clone()
