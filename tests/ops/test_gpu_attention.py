@@ -381,7 +381,6 @@ def test_flex_serves_what_flash_has_not(
     tried.append("")
     query: Any = OnGPU()
     assert kernels.serving(query, rule, farthest, ahead) == serving
-    assert kernels.takes_documents(query, rule)
     assert kernels.serving_documents(query, rule) == ("flex" if rule.softcap else "flash")
     assert not kernels.takes_flash(OnGPU(size=100))  # type: ignore[arg-type]
 
@@ -439,7 +438,7 @@ def test_documents_under_a_cap_are_one_call(calls: list[str]) -> None:
 def test_blockwise_serves_the_others(dtype: torch.dtype, size: int, why: str, tried: list[str]) -> None:
     query: Any = OnGPU(dtype, size)
     assert why in gpu_attention.lacks(query.device, dtype, size, is_capped=True)
-    assert kernels.serving(query, CAPPED, 99, 64) == "blockwise" and not kernels.takes_documents(query, CAPPED)
+    assert kernels.serving(query, CAPPED, 99, 64) == "blockwise" and not kernels.serving_documents(query, CAPPED)
 
 
 def test_blockwise_serves_where_the_trial_fails(tried: list[str]) -> None:
@@ -447,7 +446,7 @@ def test_blockwise_serves_where_the_trial_fails(tried: list[str]) -> None:
     tried.append("on this GPU the output is 3 off, where rounding is 0.02")
     query: Any = OnGPU()
     for _ in range(2):
-        assert kernels.serving(query, CAPPED, 99, 64) == "blockwise" and not kernels.takes_documents(query, CAPPED)
+        assert kernels.serving(query, CAPPED, 99, 64) == "blockwise" and not kernels.serving_documents(query, CAPPED)
     why = gpu_attention.lacks(query.device, query.dtype, 256, is_capped=True)
     assert why.startswith("on this GPU the output is 3 off") and not tried
 

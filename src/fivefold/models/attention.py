@@ -294,20 +294,14 @@ def _own_chunks(
     return key[:, :, keys - seen :], value[:, :, keys - seen :], cu_seqlens
 
 
-def _plain_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attend with each row as one document, by PyTorch's own function: [B,T,H,D]. Query t is at position S - T + t."""
+def _plain_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
+    """Attend with each row as one document, by PyTorch's own function: [B,T,H,D]. Query t is at position S - T + t.
+    `seen`: the keys that are seen, instead of those before the query."""
     length, keys = query.shape[2], key.shape[2]
-    seen_TS = None
-    if 1 < length != keys:
-        seen_TS = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
+    if seen is None and 1 < length != keys:
+        seen = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
     out_BHTD = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=seen_TS,
-        is_causal=1 < length == keys,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, seen, is_causal=1 < length == keys, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
     return out_BHTD.transpose(1, 2)
 
@@ -351,10 +345,7 @@ def _last_tokens(
     if window is not None:
         first_B = first_B.clamp(min=keys - window)
     seen_BS = torch.arange(keys, device=query.device) >= first_B[:, None]
-    out_BHTD = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen_BS[:, None, None], scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return out_BHTD.transpose(1, 2)
+    return _plain_rows(query, key, value, scale, seen_BS[:, None, None])
 
 
 def _cached_rows(query: Tensor, key: Tensor, value: Tensor, rule: AttentionParams, sinks: Tensor | None) -> Tensor:

@@ -143,11 +143,6 @@ def serving(
     return "flex" if gpu_attention.serves(q_NHLD, rule) else "blockwise"
 
 
-def takes_documents(query: Tensor, rule: AttentionParams, drops: AttentionDrops | None = None) -> bool:
-    """True if one call handles all documents, of any lengths: `varlen_forward`."""
-    return serving_documents(query, rule, drops) != ""
-
-
 def serving_documents(query: Tensor, rule: AttentionParams, drops: AttentionDrops | None = None) -> str:
     """The kernel of the table that handles all documents of queries [.., D] in one call; "" if there is none."""
     if cpu_attention.serves(query):

@@ -43,7 +43,7 @@ def packed_attention(
     assert key.shape[2] == query.shape[2], f"{query.shape[2]} queries and {key.shape[2]} keys a row: no cache here"
     rule = kernels.AttentionParams(scale, window, softcap)
     drops = _drops(dropped_queries, dropped_keys, p)
-    if kernels.takes_documents(query, rule, drops):
+    if kernels.serving_documents(query, rule, drops):
         out_BTHD, lse_BTH = _all_at_once(query, key, value, cu_seqlens, rule, drops)
     else:
         out_BTHD, lse_BTH = _by_groups(query, key, value, cu_seqlens, rule, drops)
@@ -104,7 +104,7 @@ def packed_attention_backward(
     rule, drops = kernels.AttentionParams(scale, window, softcap), _drops(dropped_queries, dropped_keys, p)
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
     grad_MHD, out_MHD, lse_MH = grad.flatten(0, 1), out.flatten(0, 1), lse.flatten(0, 1)
-    if kernels.takes_documents(query, rule, drops):
+    if kernels.serving_documents(query, rule, drops):
         edges, lse_HM = _on_device(cu_seqlens, query.device), lse_MH.T.contiguous()
         found = kernels.varlen_backward(
             grad_MHD, q_MHD, k_MGD, v_MGD, out_MHD, lse_HM, edges, longest(cu_seqlens), rule,

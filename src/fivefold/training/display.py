@@ -8,10 +8,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
@@ -84,7 +84,7 @@ class Pace:
         return (now - first_time) / (step - first_step) * max(0, self._total - step)
 
 
-class PlainDisplay:
+class PlainDisplay(AbstractContextManager["PlainDisplay"]):
     """A context manager: `header` first, then steps, evaluations and samples as they come, `closing` last.
 
     Prints one line for each; for steps only the first, the last, and one every few seconds between them.
@@ -99,10 +99,7 @@ class PlainDisplay:
         self._pace = Pace(total_steps, start, clock)
         self._said: float | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def header(self, lines: Sequence[Line]) -> None:

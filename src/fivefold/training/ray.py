@@ -7,9 +7,9 @@ Ray keeps, counts and removes its own, and a restart of Ray refuses a list of ch
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any
 
 from fivefold.core.run_folder import steps_of
@@ -32,7 +32,7 @@ def train_loop(options: Mapping[str, Any]) -> None:
         run(Path(options["path"]), options.get("overrides", ()), listener=listener)
 
 
-class _Reports:
+class _Reports(AbstractContextManager["_Reports"]):
     """Reports of this worker to Ray, in order, by a thread of its own.
 
     `ray.train.report` returns once all workers have called it. Called between steps it would hang: a checkpoint that is
@@ -44,16 +44,12 @@ class _Reports:
         self._thread = ThreadPoolExecutor(1, "ray")
         self._sent: list[Future[None]] = []
 
-    def __enter__(self) -> "_Reports":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failed: object) -> None:
         """Wait until Ray has everything, and raise what went wrong there. After a failure the other workers may never
         come."""
-        self._thread.shutdown(wait=error is None, cancel_futures=error is not None)
-        for sent in self._sent if error is None else ():
+        has_failed = failed[0] is not None
+        self._thread.shutdown(wait=not has_failed, cancel_futures=has_failed)
+        for sent in () if has_failed else self._sent:
             sent.result()
 
     def step(self, row: Mapping[str, Any]) -> None:

@@ -71,9 +71,11 @@ def train_step(
         loss.not_finite = None  # of this step alone
     begun = _begin(model, batch, stop, spec)
     inputs = inputs_of_step(model, batch, begun.scale, begun.pairs, loss)
-    done = _end(model, begun, passes.gradients(model, inputs, rows=begun.rows, drops=not begun.pairs))
+    share, balance, metrics = _end(
+        model, begun, passes.gradients(model, inputs, rows=begun.rows, drops=not begun.pairs)
+    )
     del inputs  # or they would stay in memory beside the update
-    summed, *squares = read(all_reduce_sum(torch.cat([done.loss.reshape(1), _squared_norms(model)])))
+    summed, *squares = read(all_reduce_sum(torch.cat([share.reshape(1), _squared_norms(model)])))
     norms = [_root(square) for square in squares]
     norm = _root(sum(squares) / len(squares))
     skipped = not (isfinite(summed) and isfinite(norm))
@@ -83,7 +85,7 @@ def train_step(
         for group in optimizer.param_groups if learning_rate is not None else ():
             group["lr"] = learning_rate
         state.live(Offload).states.update(optimizer)
-        state.live(Balance).move_biases(model, done.balance)
+        state.live(Balance).move_biases(model, balance)
     state.after_step(skipped=skipped)
     optimizer.zero_grad(set_to_none=True)
     reasons = plain.everywhere(loss.why()) if loss and skipped else []
@@ -95,8 +97,8 @@ def train_step(
         squared_lengths=begun.squared_lengths,
         skipped=skipped,
         stop=begun.stops > 0,
-        balance=done.balance,
-        metrics=done.metrics,
+        balance=balance,
+        metrics=metrics,
         why=next(filter(None, reasons), ""),
     )
 
@@ -111,11 +113,11 @@ def accumulate(
         parameter.grad = None  # already summed over ranks; the reduction below must not sum them again
     begun = _begin(model, batch, spec=spec)
     inputs = inputs_of_step(model, batch, begun.scale, begun.pairs, loss)
-    done = _end(model, begun, passes.gradients(model, inputs, rows=begun.rows, drops=not begun.pairs))
+    own, *_ = _end(model, begun, passes.gradients(model, inputs, rows=begun.rows, drops=not begun.pairs))
     state_of(model).after_step()
     for parameter, gradient in earlier:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-    return all_reduce_sum(done.loss)
+    return all_reduce_sum(own)
 
 
 @dataclass(frozen=True)
@@ -166,17 +168,9 @@ def inputs_of_step(
     ]
 
 
-@dataclass(frozen=True)
-class _Done:
-    """The result of the passes of a step. `loss`: this rank's share, fp64; NaN without targets."""
-
-    loss: Tensor
-    balance: BalanceResult
-    metrics: Mapping[str, float]
-
-
-def _end(model: Any, begun: _Begun, loss: Tensor) -> _Done:
-    """The result of passes with this summed `loss`; gradients are summed already."""
+def _end(model: Any, begun: _Begun, loss: Tensor) -> tuple[Tensor, BalanceResult, Mapping[str, float]]:
+    """The result of passes with this summed `loss`: this rank's share of it, fp64, NaN without targets; and metrics of
+    a preference objective. Gradients are summed already."""
     state = state_of(model)
     balance = state.live(Balance).end_step()
     if not state.placement.owns_loss:
@@ -190,7 +184,7 @@ def _end(model: Any, begun: _Begun, loss: Tensor) -> _Done:
     loss = loss if copies == 1 else loss / copies
     if not begun.total:
         loss.fill_(nan)  # like cross entropy over no targets
-    return _Done(loss, balance, metrics)
+    return loss, balance, metrics
 
 
 def _count(batch: Sequence[MicroBatch], state: ParallelState, device: torch.device, stop: bool) -> Tensor:

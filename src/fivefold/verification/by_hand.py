@@ -14,7 +14,6 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import patch
@@ -148,21 +147,14 @@ RATED: dict[str, Callable[[ProofCase, Tensor], tuple[Tensor, Tensor]]] = {"kto":
 # ---- distillation: both softmaxes over the whole vocabulary ----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TeacherRow:
-    """A teacher's output at the positions of a row: tokens and log-probabilities, [T, K] each."""
-
-    tokens: npt.NDArray[np.int64]
-    log_probs: npt.NDArray[np.float64]
-
-
-def teacher_row(case: ProofCase, row: int) -> TeacherRow:
-    """The random output of a teacher other than the model of the case, the likeliest tokens first."""
+def teacher_row(case: ProofCase, row: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """The random output of a teacher other than the model of the case at the positions of a row: tokens and
+    log-probabilities [T, K], the likeliest first."""
     rng = np.random.default_rng([case.seed, 1_000_039, row])
     shape = (case.row_length, case.vocabulary)
     logits = torch.from_numpy(rng.normal(0, 2, shape))
     top = logits.log_softmax(-1).topk(case.followed)
-    return TeacherRow(top.indices.numpy(), top.values.numpy())
+    return top.indices.numpy(), top.values.numpy()
 
 
 def teacher_targets(case: ProofCase, batch: MicroBatch, rows: list[int]) -> TeacherTargets:
@@ -170,16 +162,15 @@ def teacher_targets(case: ProofCase, batch: MicroBatch, rows: list[int]) -> Teac
     shape = (*batch.labels.shape, case.followed)
     tokens, log_probs = np.zeros(shape, np.int32), np.zeros(shape)
     for b, row in enumerate(rows):
-        has_target, of_row = batch.labels[b] != IGNORE, teacher_row(case, row)
-        at = np.flatnonzero(has_target)
-        tokens[b, at], log_probs[b, at] = of_row.tokens[at], of_row.log_probs[at]
+        at = np.flatnonzero(batch.labels[b] != IGNORE)
+        tokens[b, at], log_probs[b, at] = (array[at] for array in teacher_row(case, row))
     return TeacherTargets(tokens, log_probs, case.temperature, case.alpha)
 
 
 def distillation_loss(case: ProofCase, logits: Tensor, targets: Tensor, row: int, start: int) -> Tensor:
     """The loss summed over the targets [n] of a document that begins at `start` of its row. `logits`: [n, V]."""
-    at, of_row = slice(start, start + len(targets)), teacher_row(case, row)
-    tokens, log_probs = (torch.from_numpy(array[at]).to(logits.device) for array in (of_row.tokens, of_row.log_probs))
+    at = slice(start, start + len(targets))
+    tokens, log_probs = (torch.from_numpy(array[at]).to(logits.device) for array in teacher_row(case, row))
     wanted = torch.zeros_like(logits).scatter(-1, tokens, (log_probs / case.temperature).softmax(-1).to(logits))
     own = (logits / case.temperature).log_softmax(-1)
     apart = F.kl_div(own, wanted, reduction="none").sum(-1)[targets != IGNORE].sum()

@@ -106,7 +106,7 @@ def register(rule: UpdateRule) -> None:
 def build_optimizer(model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
     """Build the optimizer named in `options` over the parameters of a parallelized `model`.
 
-    Raises `UserError` if the layout has state in a smaller type, and the optimizer has no `KeptStates`.
+    Raises `UserError` if the layout has state in a smaller type, and the optimizer has no `kept` states.
     """
     rule = rule_for(options)
     optimizer = rule.build(model, options)

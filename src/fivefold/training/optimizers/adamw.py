@@ -16,7 +16,7 @@ from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import Unmoved, UpdateRule, Weights
-from fivefold.training.optimizers.states import KeptStates, begin, rows_of
+from fivefold.training.optimizers.states import KeptState, begin, kept_states, rows_of
 
 
 class _AdamW(UpdateRule):
@@ -31,7 +31,7 @@ class _AdamW(UpdateRule):
         decayed = [p for name, p in parameters.items() if shards[name].dims > 1]
         others = [p for name, p in parameters.items() if shards[name].dims <= 1]
         is_plain = placement.layout.state_dtype == "fp32"
-        kind = torch.optim.AdamW if is_plain else partial(_AdamWOfKeptStates, KeptStates(model))
+        kind = torch.optim.AdamW if is_plain else partial(_AdamWOfKeptStates, kept_states(model))
         return _over(decayed, others, options, options.learning_rate, kind, fused=True)
 
     def reference(self, weights: Weights, options: OptimizerSection, rate: float) -> list[torch.optim.Optimizer]:
@@ -50,7 +50,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class _AdamWOfKeptStates(torch.optim.AdamW):
     """AdamW with moments kept in a smaller type; everything else is torch's."""
 
-    def __init__(self, kept: KeptStates, *args: Any, **options: Any) -> None:
+    def __init__(self, kept: Mapping[Tensor, KeptState], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.kept = kept
 
@@ -62,7 +62,7 @@ class _AdamWOfKeptStates(torch.optim.AdamW):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        kept, state = self.kept.of[parameter], self.state[parameter]
+        kept, state = self.kept[parameter], self.state[parameter]
         begin(state, kept, parameter, MOMENTS)
         before = state["step"].clone()
         state["step"] += 1

@@ -25,7 +25,7 @@ from fivefold.parallel.matrices.runtime import FullMatrices
 from fivefold.parallel.offload.runtime import Offload
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import UNTOUCHED, Unmoved, UpdateRule, Weights, adamw
-from fivefold.training.optimizers.states import KeptStates, rows_of
+from fivefold.training.optimizers.states import kept_states, rows_of
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero: singular values end between 0.7 and 1.2
 MOMENTUM = "momentum_buffer"  # its kind of state
@@ -84,7 +84,7 @@ class Muon(torch.optim.Optimizer):
         self._dtype = COMPUTE_DTYPES[state.plan.layout.precision]
         self._whole = FullMatrices(state.plan, names)
         self._states = state.live(Offload).states
-        self.kept = KeptStates(model)
+        self.kept = kept_states(model)
         self._shapes = {name: state.placement.shards[name].shape for name in names}
 
     @torch.no_grad()
@@ -110,7 +110,7 @@ class Muon(torch.optim.Optimizer):
         next(self._there)  # moves its momentum to the device
         if parameter.grad is None:
             return torch.zeros_like(local(parameter), dtype=self._dtype)
-        state, kept = self.state[parameter], self.kept.of[parameter]
+        state, kept = self.state[parameter], self.kept[parameter]
         if MOMENTUM not in state:
             state |= kept.new(parameter, MOMENTUM)
         gradient = rows_of(local(parameter.grad))

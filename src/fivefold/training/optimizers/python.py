@@ -8,6 +8,7 @@ A run that goes on builds the class anew and gives it what a checkpoint has: the
 `self.state` of each parameter. A class must then go on as if nothing had happened.
 """
 
+import copy
 import inspect
 import json
 import random
@@ -19,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fivefold.checkpoint.load import number_of_type, scalar_types
 from fivefold.checkpoint.records import DTYPES
 from fivefold.config import OptimizerSection
 from fivefold.core.errors import UserError, first_line
@@ -227,14 +227,11 @@ class Probe:
 
     def resumed(self) -> "Probe":
         """Another one, as a checkpoint restores it."""
-        found, types = Probe(self._build, self.tensors, self._taken), scalar_types(self.optimizer)
+        found = Probe(self._build, self.tensors, self._taken)
         for dims, tensor in self.tensors.items():
+            kept = self.optimizer.state.get(tensor, {}).items()
             found.optimizer.state[found.tensors[dims]] = {
-                key: value.clone()
-                if isinstance(value, Tensor) and value.ndim
-                else number_of_type(float(value), types[key], tensor.device)
-                for key, value in self.optimizer.state.get(tensor, {}).items()
-                if value is not None
+                key: copy.deepcopy(value) for key, value in kept if value is not None
             }
         return found
 

@@ -29,26 +29,24 @@ _GOLDEN, _MIX, _MIX_AGAIN = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32  
 _FRACTION = 2**16  # random integers are below it: as many bits as bf16 drops from fp32
 
 
-class KeptStates:
-    """Storage of the optimizer state of a parallelized model, by parameter.
-
-    A kind of state is a tensor in the shape of its parameter, of numbers or of 8-bit codes. The scales of codes, one
-    for each block of a row, have the kind plus `SCALE` as their key.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        placement = state_of(model).placement
-        self.of: dict[Tensor, KeptState] = {p: KeptState(placement, name) for name, p in model.named_parameters()}
+def kept_states(model: nn.Module) -> "dict[Tensor, KeptState]":
+    """Storage of the optimizer state of a parallelized model, by parameter."""
+    placement = state_of(model).placement
+    return {parameter: KeptState(placement, name) for name, parameter in model.named_parameters()}
 
 
 def restored_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
     """The optimizer state of a parameter, restored to the type of the weights; empty if it is not updated."""
     state, states = optimizer.state.get(parameter), getattr(optimizer, "kept", None)
-    return states.of[parameter].restored(parameter, state) if state and states else dict(state or {})
+    return states[parameter].restored(parameter, state) if state and states else dict(state or {})
 
 
 class KeptState:
-    """The state of one parameter: its type, and the position of this rank's part in the whole."""
+    """The state of one parameter: its type, and the position of this rank's part in the whole.
+
+    A kind of state is a tensor in the shape of its parameter, of numbers or of 8-bit codes. The scales of codes, one
+    for each block of a row, have the kind plus `SCALE` as their key.
+    """
 
     def __init__(self, placement: Placement, name: str) -> None:
         spec = placement.shards[name]
