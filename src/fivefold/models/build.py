@@ -19,11 +19,10 @@ from fivefold.core.folder_config import (
     check_no_code,
     check_not_gguf,
     noise,
-    read_folder_config,
     refuse_noise,
 )
-from fivefold.core.hub import MODEL, config_file, is_hub_id, snapshot
-from fivefold.core.shapes import no_model, shape_folder
+from fivefold.core.hub import MODEL, is_hub_id, snapshot
+from fivefold.core.shapes import no_model, read_model_config, shape_folder
 from fivefold.core.text import listed
 from fivefold.models import attention as own_attention
 from fivefold.models import experts as own_experts
@@ -55,7 +54,7 @@ def load_model_config(
     Raises `UserError` for a name that cannot be read, an unknown model type or override, and folders that need own
     code.
     """
-    values = _read(name_or_path)
+    values = read_model_config(name_or_path)
     check_no_code(values, str(name_or_path))
     model_type = values.get("model_type", "")
     cls = hf_internals.config_class(model_type) if isinstance(model_type, str) else None
@@ -239,31 +238,9 @@ def _weights_folder(name_or_path: str | Path, files: Sequence[str]) -> Path:
         raise UserError(
             f"{name_or_path} is a shape without weights", fix="set model.init: random, or name a folder or a hub id"
         )
-    _check_hub_id(str(name_or_path))
+    if not is_hub_id(str(name_or_path)):
+        raise no_model(str(name_or_path))
     return snapshot(str(name_or_path), files, key=MODEL)
-
-
-def _read(name_or_path: str | Path) -> dict[str, Any]:
-    source = shape_folder(str(name_or_path)) or name_or_path
-    path = Path(source)
-    if path.exists():
-        read_folder_config(path)
-    else:
-        _check_hub_id(str(name_or_path))
-        source = config_file(str(name_or_path))
-    try:
-        values = hf_internals.read_config_dict(source)
-        check_counts(values, str(name_or_path))
-        return values
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"the config.json of model {str(name_or_path)!r} cannot be read: {first_line(error)}"
-        ) from error
-
-
-def _check_hub_id(name: str) -> None:
-    if not is_hub_id(name):
-        raise no_model(name)
 
 
 def _check_keys(overrides: Mapping[str, Any], known: set[str]) -> None:

@@ -5,10 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.cache import key_of
-from fivefold.core.files import expanded
-from fivefold.core.folder_config import read_folder_config
-from fivefold.core.hub import config_file, is_hub_id
-from fivefold.core.shapes import no_model, shape_folder
+from fivefold.core.shapes import read_model_config, shape_folder
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import about_code, kept, shipped_facts
 
@@ -31,14 +28,4 @@ def facts_of_config(
 
         return facts_of_deep(build_meta(load_model_config(name, overrides, of_text=of_text)))
 
-    return kept(key_of("config", *about_code(), config_values(name), changes), found)
-
-
-def config_values(name: str | Path) -> dict[str, Any]:
-    """The config.json of a model's folder, of a file, a built-in shape or a hub id. Raises `UserError`."""
-    path = shape_folder(str(name)) or expanded(str(name))
-    if not path.exists():
-        if not is_hub_id(str(name)):
-            raise no_model(str(name))
-        path = config_file(str(name))
-    return read_folder_config(path)
+    return kept(key_of("config", *about_code(), read_model_config(name), changes), found)

@@ -72,12 +72,6 @@ INITIALISERS = (
 # Configs -------------------------------------------------------------------------------------------------------------
 
 
-def read_config_dict(source: str | Path) -> dict[str, Any]:
-    """The raw `config.json` of a local folder or a file, as written."""
-    values, _ = PreTrainedConfig.get_config_dict(str(source))
-    return dict(values)
-
-
 def config_class(model_type: str) -> type[PreTrainedConfig] | None:
     return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 (it has no .get of its own)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded, put
-from fivefold.core.shapes import shape_folder
+from fivefold.core.shapes import read_model_config, shape_folder
 from fivefold.core.units import GIB, many
 from fivefold.hardware.cluster import Cluster
-from fivefold.models.config_facts import config_values, facts_of_config
+from fivefold.models.config_facts import facts_of_config
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.layout import DEGREES, Layout
 from fivefold.planner import report
@@ -279,7 +279,7 @@ def _is_longer(model: Model, best: Estimate) -> bool:
 
 def _positions(model: Model) -> int | None:
     """Number of positions of a model; None if its config does not say."""
-    values = model if isinstance(model, Mapping) else config_values(model)
+    values = model if isinstance(model, Mapping) else read_model_config(model)
     found = (values.get("text_config") or values).get("max_position_embeddings")
     return found if isinstance(found, int) else None
 

@@ -5,8 +5,12 @@ A shape is a folder of this package that holds a `config.json`; adding a folder 
 
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from fivefold.core.errors import UserError
+from fivefold.core.files import expanded
+from fivefold.core.folder_config import read_folder_config
+from fivefold.core.hub import config_file, is_hub_id
 
 _HERE = Path(__file__).parent
 
@@ -19,6 +23,16 @@ def shape_names() -> list[str]:
 def shape_folder(name: str) -> Path | None:
     """The folder of a built-in shape, or None when no shape has that name."""
     return _HERE / name if name in shape_names() else None
+
+
+def read_model_config(name: str | Path) -> dict[str, Any]:
+    """The config.json of a model's folder, of a file, a built-in shape or a hub id. Raises `UserError`."""
+    path = shape_folder(str(name)) or expanded(str(name))
+    if not path.exists():
+        if not is_hub_id(str(name)):
+            raise no_model(str(name))
+        path = config_file(str(name))
+    return read_folder_config(path)
 
 
 def no_model(name: str, *, key: str = "", more: str | None = None) -> UserError:
