@@ -25,8 +25,8 @@ from fivefold.core.integrity import file_checksum
 from fivefold.core.system import cpuinfo, version_of
 from fivefold.launch.once import as_worker
 from fivefold.launch.world import World, cores
+from fivefold.own_loop.functions import train_step
 from fivefold.own_loop.model import ParallelModel, parallelize
-from fivefold.own_loop.step import train_step
 from fivefold.parallel import plain
 from fivefold.parallel.layout import MESH_AXES, Layout
 from fivefold.parallel.state import state_of

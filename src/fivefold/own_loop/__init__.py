@@ -5,9 +5,20 @@ same step, the same passes, the same checkpoints. Wrong uses are refused with th
 (docs/howto/python.md).
 """
 
+from fivefold.own_loop.functions import (
+    clip_grad_norm_,
+    evaluate,
+    export,
+    gather,
+    generate,
+    gradients,
+    load,
+    logits,
+    save,
+    scatter,
+    train_step,
+)
 from fivefold.own_loop.model import ParallelModel, parallelize
-from fivefold.own_loop.state import export, gather, load, save, scatter
-from fivefold.own_loop.step import clip_grad_norm_, evaluate, generate, gradients, logits, train_step
 
 __all__ = [
     "ParallelModel", "clip_grad_norm_", "evaluate", "export", "gather", "generate", "gradients", "load", "logits",
