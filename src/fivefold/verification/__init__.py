@@ -18,8 +18,8 @@ from fivefold.launch.worker import imported
 from fivefold.launch.workers import gpus, start_workers
 from fivefold.launch.world import device_kind, find_world, join
 from fivefold.parallel.layout import COMPUTE, Layout
-from fivefold.verification.report import VerifyReport
-from fivefold.verification.request import MORE, QUICK_STEPS, STEPS, VerifyRequest, report_on
+from fivefold.verification.report import VerifyReport, report_on
+from fivefold.verification.results import MORE, QUICK_STEPS, STEPS, VerifyRequest
 
 Publish = Callable[[VerifyReport], object]
 

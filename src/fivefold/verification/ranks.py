@@ -58,9 +58,21 @@ from fivefold.verification.proof_case import (
 from fivefold.verification.reduced_model import make_folder
 from fivefold.verification.reference import ReferenceRun, reassociated
 from fivefold.verification.reference_tensors import ReferenceTensors, logit_distances, save_reference_tensors
-from fivefold.verification.report import VerifyReport
-from fivefold.verification.request import SUBJECT, VerifyRequest, read_found, reference_file, report_on, write_found
-from fivefold.verification.results import FACTOR, SMALL, Distance, LayoutResult, kind_of, relative, relative_number
+from fivefold.verification.report import VerifyReport, report_on
+from fivefold.verification.results import (
+    FACTOR,
+    SMALL,
+    SUBJECT,
+    Distance,
+    LayoutResult,
+    VerifyRequest,
+    kind_of,
+    read_found,
+    reference_file,
+    relative,
+    relative_number,
+    write_found,
+)
 
 POLL_SECONDS = 0.05
 WHOLE = 2**31  # no vocabulary is larger: a loss of the user's own may name any token

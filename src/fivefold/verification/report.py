@@ -14,7 +14,18 @@ from fivefold.report.figures import WIDTH, Box, Figure
 from fivefold.report.findings import Cell, Column, Facts, Findings, Fold, Notes, On, Plot, Row, Section, Table
 from fivefold.report.slices import EXPLAINED, in_layer, slice_map
 from fivefold.report.table import Report
-from fivefold.verification.results import CONTROL, WORDS, ComparisonRow, LayoutResult, number
+from fivefold.verification.proof_case import ProofCase
+from fivefold.verification.results import (
+    CONTROL,
+    SUBJECT,
+    WORDS,
+    ComparisonRow,
+    LayoutResult,
+    VerifyRequest,
+    number,
+    read_found,
+    reference_file,
+)
 
 HUGE = 1e308  # an infinite error: JSON has no infinities
 
@@ -69,6 +80,22 @@ def report_of(found: Sequence[LayoutResult], subject: str, losses: Mapping[str, 
         title="fivefold verify", rows=rows, ok=bool(found) and not why, closing="\n".join(why),
         found=tuple(found), subject=subject, losses=losses,
     )  # fmt: skip
+
+
+def report_on(request: VerifyRequest, ran: VerifyRequest, size: int) -> VerifyReport:
+    """The report of the layouts of `ran`; the others of `request` are listed as not for a world of this size."""
+    found = {
+        name: LayoutResult(name, refused=f"it is for {layout.world} ranks, and this world has {size}")
+        for name, layout in request.parsed.items()
+    } | read_found(ran)
+    one_of_each = {layout.numerics: layout for layout in ran.parsed.values()}
+    about = {
+        name: json.loads(reference_file(ran, layout).with_suffix(".json").read_text())
+        for name, layout in one_of_each.items()
+    }
+    losses = {name: facts["losses"] for name, facts in about.items()}
+    subject = ProofCase.load(ran.folder / SUBJECT).describe() if ran.layouts else ""
+    return report_of(list(found.values()), subject, losses)
 
 
 # Lines on a terminal without `--rows`: layouts, reasons, kinds that differ. NAME: columns of a layout.

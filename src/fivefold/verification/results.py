@@ -1,9 +1,12 @@
-"""The rows of a proof: what was compared, its error, its tolerance, and where the worst error is. Loads no torch: the
-process that starts the workers reads their rows."""
+"""The request of `fivefold verify`, and the rows of a proof: what was compared, its error, its tolerance, and where the
+worst error is. Loads no torch: the process that starts the workers reads their rows."""
 
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -223,3 +226,58 @@ def _ranks(bad: Sequence[int], seen: Sequence[int], layout: Layout) -> str:
         if set(bad) == {rank for rank in seen if places[rank][axis] in values}:
             return f" ({axis} rank{'s' * (len(values) > 1)} {', '.join(map(str, sorted(values)))})"
     return f" (rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))})"
+
+
+# ---- the request, and the scratch folder of its proof ------------------------------------------------------------
+
+QUICK_STEPS, STEPS = 5, 20
+SUBJECT = "subject.json"
+MORE = "fivefold docs howto/verify"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyRequest:
+    """The layouts to prove, and how. `layouts`: name -> text; `thin`: on a narrow model; `seq_length` None: short rows;
+    `scratch`: an empty folder that all ranks see. Plain data: workers read it as JSON.
+    """
+
+    config: str  # a run file
+    layouts: dict[str, str]
+    thin: bool = False
+    steps: int = STEPS
+    seq_length: int | None = None
+    seed: int = 1234
+    quiet: bool = False
+    scratch: str = ""
+
+    @property
+    def parsed(self) -> dict[str, Layout]:
+        """The layouts by name."""
+        return {name: Layout.parse(text) for name, text in self.layouts.items()}
+
+    @property
+    def folder(self) -> Path:
+        """`scratch` as a path."""
+        return Path(self.scratch)
+
+
+def reference_file(asked: VerifyRequest, layout: Layout) -> Path:
+    """The file of the reference that computes in the types of `layout`; its metadata has the same name with `.json`."""
+    return asked.folder / f"reference-{re.sub('[, ]+', '-', layout.numerics)}.safetensors"
+
+
+def write_found(asked: VerifyRequest, number: int, found: LayoutResult) -> None:
+    """Write the results of layout `number`."""
+    (asked.folder / f"found-{number}.json").write_text(json.dumps(found.to_json()))
+
+
+def read_found(asked: VerifyRequest) -> dict[str, LayoutResult]:
+    """Read the results of each layout, by name."""
+    every = {}
+    for number, name in enumerate(asked.layouts):
+        file = asked.folder / f"found-{number}.json"
+        found = every[name] = LayoutResult.of(json.loads(file.read_text())) if file.exists() else LayoutResult(name)
+        broken = sorted(asked.folder.glob(f"broken-{number}-*.txt"), key=lambda path: path.stat().st_mtime_ns)
+        if broken:
+            found.refused = broken[0].read_text()
+    return every
