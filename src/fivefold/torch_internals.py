@@ -838,8 +838,7 @@ def graph_breaks() -> dict[str, int]:
 
 
 def participants(rendezvous: Any) -> Mapping[str, int]:
-    """The nodes of the last round that have a heartbeat, with their numbers, by the state that a
-    `DynamicRendezvousHandler` last read."""
+    """The nodes of the last round that have a heartbeat, with their numbers, by the state that was last read."""
     return {str(node): number for node, number in rendezvous._state_holder.state.participants.items()}
 
 
@@ -902,8 +901,7 @@ def rendezvous_to_json(state: bytes, times: Times) -> str:
 
 
 def rendezvous_of_json(text: str, times: Times) -> bytes:
-    """The state of a rendezvous in the form that torch takes from a backend. torch removes nodes whose last
-    heartbeats are old."""
+    """The state of a rendezvous as torch takes it from a backend. It removes nodes with old heartbeats."""
     times.look()
     elastic = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     state, fields = elastic._RendezvousState(), json.loads(text)

@@ -141,8 +141,7 @@ def _weighted_gradients(
 
 @dataclass(frozen=True)
 class RowKernels:
-    """The sums over the picks of a token and their gradients: operator by operator, or compiled to read each row
-    once."""
+    """Sums over the picks of a token and their gradients: by operator, or compiled to read each row once."""
 
     sum_picks: Callable[..., Tensor] = _sum_picks
     sum_weighted: Callable[..., Tensor] = _sum_weighted

@@ -299,8 +299,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Counted:
-    """Module `name` counts the tokens of a row, across documents (Llama 4). The count has no effect up to `most`
-    tokens."""
+    """Module `name` counts the tokens of a row, across documents (Llama 4); harmless up to `most` tokens."""
 
     name: str
     most: int
@@ -388,8 +387,7 @@ class ModelFacts:
 
     @cached_property
     def branches(self) -> Mapping[str, tuple[str, ...]]:
-        """Frozen linear -> the weights of its branch: of linears inside of it, trained, whose output is added to its
-        own."""
+        """Frozen linear -> the weights of its branch: trained linears inside of it, added to its output."""
         found = dict[str, tuple[str, ...]]()
         for name, parameter in self.parameters.items() if self.has_adapter else ():
             linear = name.rsplit(".", 2)[0]
@@ -457,8 +455,7 @@ class ModelFacts:
         return replace(deeper, kinds=tuple(self.kinds[own] for own in like))
 
     def to_json(self) -> dict[str, Any]:
-        """The facts as JSON values. A model has few distinct roles, so each is stored once, with the parameters that
-        have it."""
+        """The facts as JSON values. Each of the few distinct roles is stored once, with its parameters."""
         of_role: dict[Role, list[str]] = {}
         for name, role in self.partition.roles.items():
             of_role.setdefault(role, []).append(name)

@@ -43,8 +43,7 @@ def _about_shape(shape: Path) -> list[str]:
 
 
 def kept(key: str, find: Callable[[], ModelFacts]) -> ModelFacts:
-    """The facts under this key: read, or found and written. If several processes ask at once, one finds them and the
-    others read them."""
+    """The facts under this key: read, or found and written by one process while others wait."""
     try:
         file = cache_root() / "facts" / f"{key}.json"
     except UserError:  # there is no place for a cache

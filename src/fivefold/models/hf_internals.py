@@ -125,8 +125,7 @@ _DEQUANTISES: Mapping[str, Callable[..., Any]] = {"fp8": FineGrainedFP8Config, "
 
 
 def dequantised_model(folder: Path, method: str) -> PreTrainedModel | None:
-    """The model of a folder of quantised weights, dequantised by `transformers` on the CPU; None if that needs other
-    packages."""
+    """A folder of quantised weights, dequantised by `transformers` on the CPU; None if that needs other packages."""
     if method not in _DEQUANTISES:
         return None
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -250,8 +249,7 @@ def _all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def reference_model(like: PreTrainedModel, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-    """The unmodified model of the class and config of another in fp64 on the CPU, with these values and its own
-    attention."""
+    """The unmodified model of another's class and config in fp64 on the CPU, with these values and own attention."""
     model = _again(like, dtype=torch.float64, attn_implementation=_own_attention(like.config, type(like)))
     select_experts(model, "eager")
     with torch.no_grad():
@@ -440,8 +438,7 @@ _PREDICTS = re.compile("nextn|mtp")
 
 
 def dtype_of_file(first: Path) -> torch.dtype:
-    """The type that `from_pretrained(dtype="auto")` chooses for weights, by the first file of a folder whose config
-    names none."""
+    """The type of `from_pretrained(dtype="auto")`, by the first file of a folder whose config names none."""
     found: torch.dtype = get_state_dict_dtype(load_state_dict(str(first), map_location="meta"))
     return found
 
@@ -649,8 +646,7 @@ FEATURE_COUNTS = ("split_size", "embed_dim", "hidden_size")  # features of all q
 
 
 def forced_tokenizer_class(model_type: str) -> str | None:
-    """The class that `AutoTokenizer` uses for any tokenizer of this model type, whatever its files name; None if the
-    files decide."""
+    """The class that `AutoTokenizer` uses for this model type, whatever its files name; None if they decide."""
     from transformers.models.auto import tokenization_auto
 
     forced = model_type in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS

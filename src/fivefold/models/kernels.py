@@ -197,8 +197,7 @@ def varlen_forward(
     q_MHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionParams,
     drops: AttentionDrops | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output [M,H,D] and log-sum-exp [H,M] of all documents at once; `cu_seqlens` on the device. `drops`: of the M
-    tokens, as one row."""
+    """Output [M,H,D] and log-sum-exp [H,M] of all documents. `cu_seqlens`: on the device. `drops`: of one row."""
     if (kernel := serving_documents(q_MHD, rule, drops)) in _OWN:
         q, k, v = map(_one_row, (q_MHD, k_MGD, v_MGD))
         out, lse = _OWN[kernel].forward(q, k, v, rule, cu_seqlens=cu_seqlens, **_dropping(drops))

@@ -134,8 +134,7 @@ def forward(
     part: OffdiagonalBlock, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, rule: AttentionParams,
     drops: AttentionDrops | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and log-sum-exp [b,H,l,D], [b,H,l] for the block's rows and queries. `drops`: of all queries and keys
-    given."""
+    """Output and log-sum-exp [b,H,l,D], [b,H,l] of the block. `drops`: of all queries and keys given."""
     q, k, v = _taken(part, q_BLHD, k_BSGD, v_BSGD)
     return kernels.forward(q, k, v, rule, part.farthest, ahead=part.ahead, drops=_drops_taken(part, drops))
 

@@ -40,8 +40,7 @@ class Origin:
 
     @classmethod
     def read(cls, name: str, folder: Path, *, with_template: bool = True) -> "Origin":
-        """The origin of a model called `name`, whose files are in `folder`. `with_template`: its chat template is the
-        run's."""
+        """The origin of a model called `name`, in `folder`. `with_template`: its chat template is the run's."""
         left_out = () if with_template else hf_internals.TEMPLATE_FILES
         files = {path.name: _read(path) for path in copied(folder) if path.name not in left_out}
         return cls(name if is_hub_id(name) else None, _licence(folder / REPOCARD_NAME), files)

@@ -398,8 +398,7 @@ class _Derivation:
         return Role("norm", "acts on the residual")
 
     def _groups_of_input(self, event: Event, roles: Mapping[str, Role]) -> FeatureGroups:
-        """How ranks share the features that a wide module reads: the features of one projection, or the row's
-        inputs."""
+        """How ranks share the features that a wide module reads: those of one projection, or the row's inputs."""
         sources = {name.removesuffix(" (attention)") for name in event.sources}
         if len(event.sources) == 1 and (role := roles.get(f"{next(iter(event.sources))}.weight")):
             return role.groups or ()

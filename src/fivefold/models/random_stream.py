@@ -47,8 +47,7 @@ class Normal:
     std: float
 
     def __call__(self, words: Words) -> Values:
-        """Map words [4, n] to values [4, n]; the cosines equal numpy's to the last bit of fp32, and torch's are four
-        times as fast."""
+        """Map words [4, n] to values [4, n]: numpy's to the last bit of fp32, four times as fast by torch's cosine."""
         values = np.empty(words.shape, dtype=np.float32)
         for first in (0, 2):
             radius = np.sqrt(-2.0 * np.log(_open_unit(words[first]))) * self.std

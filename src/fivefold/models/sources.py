@@ -76,8 +76,7 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 class ModelTensors(TensorSource):
-    """The parameters of `model` as they are now, and the buffers of its routers; the model may be sharded
-    afterwards."""
+    """The parameters of `model` as they are now, and the buffers of its routers. The model may be sharded then."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -211,8 +210,7 @@ def check_numbers(values: Tensor, name: str, path: Path) -> Tensor:
 
 
 def _names(model: PreTrainedModel, located: Collection[str]) -> tuple[dict[str, str], merged.Pieces]:
-    """{name in the model: name in the files}, and the merged tensors. A tied tensor may be stored under any of its
-    names."""
+    """{name in the model: name in the files}, and the merged tensors. A tied one has any of its names there."""
     renamed, pieces = hf_internals.names_in_model(model, located)
     stored = {renamed.get(name, name): name for name in located}
     for other, name in hf_internals.tied_parameters(model).items():

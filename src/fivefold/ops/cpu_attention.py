@@ -128,8 +128,7 @@ def backward(
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """Allocate a result, strided as `tensor` if the elements of a head are contiguous there: the kernel writes no
-    other."""
+    """Allocate a result, strided as `tensor` if the elements of a head are contiguous: the kernel needs that."""
     return torch.empty_like(tensor) if _is_taken(tensor) else tensor.new_empty(tensor.shape)
 
 

@@ -74,8 +74,7 @@ def kept(bits: Tensor, p: float) -> Tensor:
 
 
 def drop_below(p: float) -> int:
-    """Signed number of 32 bits below which an element is dropped. With p = 1 the largest number is not, but scaled by
-    0."""
+    """Signed 32-bit number below which an element is dropped. With p = 1 the largest is kept, times 0."""
     return min(2 * round(p * 2**31) - 2**31, 2**31 - 1)
 
 

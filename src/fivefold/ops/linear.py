@@ -48,8 +48,7 @@ Later = Callable[[], tuple[Tensor, ...]]  # computes the gradients of weights
 
 
 class Products(Protocol):
-    """The three products of linears that share an input: most often one linear. Weights are as their modules store
-    them."""
+    """The three products of linears that share an input, most often of one. Weights are as modules store them."""
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """(outputs, tensors for backward besides the weights)."""

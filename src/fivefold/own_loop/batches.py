@@ -297,8 +297,7 @@ def _wide(values_BT: NDArray[Number], wide: int) -> NDArray[Number]:
 
 
 def leaves_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Run `function` without gradients in place of inference mode: what FSDP makes at its first use could not be
-    trained with."""
+    """Run without gradients in place of inference mode, in which FSDP would make what cannot be trained."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

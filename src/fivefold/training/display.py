@@ -35,8 +35,7 @@ Line = tuple[str, str]  # (label, text); an empty label continues the line above
 
 @dataclass(frozen=True)
 class Sample:
-    """Text written after `step` steps. `prompt`: the text before it; of a conversation, as people read it, and
-    its turns are `messages`."""
+    """Text written after `step` steps. `prompt`: the text before it; `messages`: its turns, of a conversation."""
 
     step: int
     prompt: str

@@ -34,8 +34,7 @@ _FILES = ("metrics.jsonl", "samples.jsonl", "checkpoints/", "hf/", "tensorboard/
 
 
 def open_log(run: LiveRun, stack: ExitStack, *, attention: str) -> None:
-    """Open the display and the files, on rank 0, and show the header. `stack` closes them. `attention`: see
-    `kernels.choose`."""
+    """Open the display and the files, on rank 0, and show the header. `stack` closes them."""
     about = _about_this_start(run)
     run.log.open(
         stack, run.config, lines(run, about, attention=attention), about, step=run.step,
@@ -69,8 +68,7 @@ def _digests(run: LiveRun) -> Iterator[tuple[str, str]]:
 
 
 def lines(run: LiveRun, about: Mapping[str, Any], *, attention: str) -> list[Line]:
-    """(label, text) rows of the header. `about`: this start, as the history has it. `attention`: see
-    `kernels.choose`."""
+    """(label, text) rows. `about`: this start, as the history has it. `attention`: see `kernels.choose`."""
     state, config, world = state_of(run.model), run.config, run.world
     layout = state.plan.layout
     on = " ".join(f"{axis} {size}" for axis, size in layout.degrees.items()) or "one process"

@@ -40,8 +40,7 @@ Keep = Callable[[HeldStep, "torch.cuda.Event | None"], object]
 
 
 class LastStep:
-    """The last whole step of a rank. `keep`: writes it; on a GPU, it is told what to wait for. None: nothing is ever
-    kept."""
+    """The last whole step of a rank. `keep` writes it, after an event of the GPU; None: nothing is ever kept."""
 
     def __init__(self, keep: Keep | None = None, *, device: str = "cpu") -> None:
         self._keep, self._is_gpu = keep, device != "cpu"

@@ -193,8 +193,7 @@ class _Node:
         start_workers(self._crew, {**request, **self._told}, logs=logs, patience=patience, others=others)
 
     def _news(self, logs: Path) -> str:
-        """The news of the meeting. After a run that is done nodes leave while rank 0 may still write; after a failure
-        all are gone."""
+        """The news of the meeting. After a run that is done rank 0 may still write; after a failure all are gone."""
         if self._meeting.has_ended():
             return GONE if failures(logs) else ""
         return self._meeting.news()

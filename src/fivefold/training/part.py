@@ -191,8 +191,7 @@ class LiveRun:
     # ---- its metrics -------------------------------------------------------------------------------------------------
 
     def row(self, result: StepResult, rate: float, *, seconds: float, waited: float) -> dict[str, Any]:
-        """The row of the step just done in `metrics.jsonl`. `rate`: its learning rate. It took `seconds`, `waited` of
-        them for its rows."""
+        """The row in `metrics.jsonl` of the step just done, which took `seconds`, `waited` of them for its rows."""
         tokens_per_second = result.tokens / seconds
         flops_done = self.costs.per_token * result.tokens + self.costs.per_squared_length * result.squared_lengths
         tflops = flops_done / seconds / self.world.size / 1e12

@@ -45,8 +45,7 @@ class _Reports(AbstractContextManager["_Reports"]):
         self._sent: list[Future[None]] = []
 
     def __exit__(self, *failed: object) -> None:
-        """Wait until Ray has everything, and raise what went wrong there. After a failure the other workers may never
-        come."""
+        """Wait until Ray has everything, and raise what went wrong there. After a failure others may never come."""
         has_failed = failed[0] is not None
         self._thread.shutdown(wait=not has_failed, cancel_futures=has_failed)
         for sent in () if has_failed else self._sent:

@@ -167,8 +167,7 @@ def teacher_of(config: RunConfig, data: PreparedData, world: World, total_steps:
 
 
 def _shared_vocabulary(folder: Path, data: PreparedData, size: int, top_k: int) -> int:
-    """The number of tokens that both models share: those of the run's tokenizer. Raises `UserError` if the teacher's
-    differ."""
+    """The number of tokens of the run's tokenizer. Raises `UserError` if the teacher's differ."""
     own = data.tokenizer.vocab_size
     if size < own:
         raise UserError(

@@ -140,8 +140,7 @@ def build(
 
 
 def take_steps(run: LiveRun, read: Read = Tensor.tolist) -> None:
-    """Take steps until the end, and call the parts at the moments of each; show what to type next. `read`: see
-    `train_step`."""
+    """Take steps until the end, and call the parts at the moments of each. `read`: see `train_step`."""
     with ExitStack() as around:
         for part in run.parts:
             around.enter_context(part.running(run))

@@ -129,8 +129,7 @@ class HeldFolder:
         self.saved = 0
 
     def take(self) -> None:
-        """Lock the folder against other runs. Raises `UserError` if one has locked it already, `RoundOver` if a later
-        round writes."""
+        """Lock the folder. Raises `UserError` if another run has it, `RoundOver` if a later round writes."""
         self._lock = FolderLock(self.run_dir, is_shared=self.round > 0)
         if self.round:
             rounds.take(self.run_dir, self.round)

@@ -273,8 +273,7 @@ def mean_loss(model: Any, batches: Iterable[MicroBatch], own: TokenLoss | None =
 
 
 def summed_loss(model: Any, batches: Iterable[MicroBatch], own: TokenLoss | None = None) -> tuple[float, int]:
-    """Summed cross entropy in nats, or a loss of the user's `own`, of the micro batches of all ranks, and their number
-    of target tokens."""
+    """Summed cross entropy in nats, or a loss of the user's `own`, of all ranks, and the number of targets."""
     state = state_of(model)
     device = next(model.parameters()).device
     totals = torch.zeros(2, dtype=torch.float64, device=device)

@@ -192,8 +192,7 @@ class Proof:
         self.compare.numbers({"loss, evaluated": relative_number(loss, expected)})
 
     def objective(self) -> None:
-        """Compare the values and the gradient of the run file's objective, unless it is sft
-        or python."""
+        """Compare the values and the gradient of the run file's objective, unless it is sft or python."""
         if self.case.objective in ("sft", "python"):  # python: all that is compared has its loss
             return
         balance, before = self.state.live(Balance), self.state.state()
@@ -398,8 +397,7 @@ class Proof:
         return loss
 
     def _outputs(self) -> None:
-        """Run the modules on the first batch, forward only. With a capacity or dropout also backward: these drop only
-        in training."""
+        """Run the modules on the first batch; backward too, if a capacity or dropout drops in training alone."""
         if self.case.capacity_factor is None and not self.state.live(Dropout).has_sites:
             with exactly(self.layout.precision):
                 training.mean_loss(self.model, self._batch(0), self.loss)
@@ -467,8 +465,7 @@ class Proof:
         self.compare.count("collectives", {kind + axis: f"{kind} over {axis}" for axis, kind in wrong})
 
     def _state(self) -> dict[str, Tensor]:
-        """This rank's part of every parameter, router buffer and optimizer state, and the optimizer's count of steps
-        per parameter."""
+        """This rank's part of every tensor and its optimizer state, and the count of steps per parameter."""
         found: dict[str, Tensor] = {}
         for name, parameter in self._trained().items():
             if name not in self.state.placement.stored_shapes:

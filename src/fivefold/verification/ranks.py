@@ -274,8 +274,7 @@ def _line(found: LayoutResult) -> str:
 
 
 def prepare(case: ProofCase, layout: Layout, path: Path, device: str) -> None:
-    """Write the evidence of `case`, in the types of `layout`, to `path`: the reference, and the floors of its
-    tolerances."""
+    """Write to `path` the reference of `case` in the types of `layout`, and the floors of its tolerances."""
     precision, inputs, routers = layout.precision, row_linears(case), watched_routers(case)
     plan = plan_of_one_rank(case, layout)
     run = partial(

@@ -459,8 +459,7 @@ def _plots(found: Sequence[LayoutResult], losses: Mapping[str, list[float]]) -> 
 
 
 def heat(title: str, lanes: Mapping[str, Named]) -> Figure:
-    """Draw a row of boxes for each layout and kind, a box for each name, whose colour says how near it is to its
-    tolerance."""
+    """Draw a row of boxes for each layout and kind: a box's colour says how near it is to its tolerance."""
     names = list(dict.fromkeys(name for kinds in lanes.values() for rows in kinds.values() for name in rows))
     width, boxes, texts, y = WIDTH / len(names), list[Box](), list[tuple[float, str]](), 0.0
     for layout, kinds in lanes.items():
