@@ -28,6 +28,7 @@ from fivefold.launch.world import World
 from fivefold.models.forwards import check_lengths
 from fivefold.parallel.plain import check_alike, of_first
 from fivefold.parallel.state import state_of
+from fivefold.training.inputs import share_of
 from fivefold.training.step import summed_loss
 
 
@@ -78,13 +79,7 @@ def evaluate_text(opened: OpenModel, request: EvaluateRequest, world: World) -> 
     check_alike(lambda: {name: [store.meta.content for store in rows.stores]})
     check_lengths(opened.model.config, rows.seq_length)
     check_vocabulary(rows.largest_token, opened.model.config, opened.info, name)
-    placement = state_of(opened.model).placement
-    layout = placement.layout
-    batches = rows.sequential(
-        data_rank=placement.data_rank, data_ranks=layout.data_ranks, micro_batch_size=layout.micro_batch_size,
-        row_multiple=layout.row_multiple, max_tokens=most,
-    )  # fmt: skip
-    loss, targets = summed_loss(opened.model, batches)
+    loss, targets = summed_loss(opened.model, rows.sequential(max_tokens=most, **share_of(opened.model)))
     read = rows.rows_within(most)
     whole = files is not None and read == len(rows) and not rows.counts.shortened
     size = of_first(text_bytes(files, opened) if whole and files and world.is_first else None)

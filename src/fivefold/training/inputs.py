@@ -73,6 +73,17 @@ def loss_row(batch: MicroBatch, there: Callable[[Any], Tensor] = torch.from_nump
     return LossRow(there(batch.input_ids), there(batch.position_ids), columns)
 
 
+def share_of(model: Any) -> dict[str, Any]:
+    """The arguments with which `PackedRows` selects this rank's rows."""
+    placement = state_of(model).placement
+    return {
+        "data_rank": placement.data_rank,
+        "data_ranks": placement.layout.data_ranks,
+        "micro_batch_size": placement.layout.micro_batch_size,
+        "row_multiple": placement.layout.row_multiple,
+    }
+
+
 def squared_lengths(batch: Sequence[MicroBatch]) -> int:
     """Sum of squared lengths of the documents in these rows, without segments that have no target (padding)."""
     total = 0

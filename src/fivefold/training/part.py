@@ -31,9 +31,9 @@ from fivefold.launch.world import World
 from fivefold.models.flops import Costs
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import plain
-from fivefold.parallel.state import state_of
 from fivefold.training import preflight, record, schedule
 from fivefold.training.display import Line
+from fivefold.training.inputs import share_of
 from fivefold.training.model import load_source
 from fivefold.training.reference import ObjectiveSpecs
 from fivefold.training.run_log import RunLog
@@ -129,7 +129,7 @@ class LiveRun:
     def batch(self, step: int) -> list[MicroBatch]:
         """This rank's micro batches of a step, counted from 0."""
         size, balance = self.config.train.global_batch_size, self.config.data.balance_rows
-        rows = self.data.train.batch(step, global_batch_size=size, balance=balance, **self._share)
+        rows = self.data.train.batch(step, global_batch_size=size, balance=balance, **share_of(self.model))
         teacher = self.specs.teacher
         return rows if teacher is None else [teacher.beside(row) for row in rows]
 
@@ -145,19 +145,9 @@ class LiveRun:
                     after = ahead.submit(self.batch, step + 1)
                 yield batch, waited
 
-    @property
-    def _share(self) -> dict[str, Any]:
-        placement = state_of(self.model).placement
-        return {
-            "data_rank": placement.data_rank,
-            "data_ranks": placement.layout.data_ranks,
-            "micro_batch_size": placement.layout.micro_batch_size,
-            "row_multiple": placement.layout.row_multiple,
-        }
-
     def evaluation(self, rows: PackedRows) -> Iterator[MicroBatch]:
         """This rank's micro batches of an evaluation."""
-        return rows.sequential(max_tokens=self.config.eval.max_tokens, **self._share)
+        return rows.sequential(max_tokens=self.config.eval.max_tokens, **share_of(self.model))
 
     # ---- its rates ---------------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.loss.own import TokenLoss
 from fivefold.parallel.loss.tasks import TopLogProbs
 from fivefold.parallel.state import fill, state_of
-from fivefold.training.inputs import evaluating, to_device
+from fivefold.training.inputs import evaluating, share_of, to_device
 from fivefold.training.objectives import Objective
 from fivefold.training.preference import ObjectiveSpec, Table, table
 
@@ -208,13 +208,10 @@ def _ask(
             loss_chunks=config.memory.chunks,
         )  # fmt: skip
     top_k, placement = found.tokens.shape[1], state_of(model).placement
-    dealt = partial(
-        data.whole.sequential, data_ranks=layout.data_ranks, micro_batch_size=layout.micro_batch_size,
-        row_multiple=layout.row_multiple, only=found.rows,
-    )  # fmt: skip
+    dealt = partial(data.whole.sequential, only=found.rows, **share_of(model))
     every_rank = [dealt(data_rank=rank) if world.local_rank == 0 else None for rank in range(layout.data_ranks)]
     device = next(model.parameters()).device
-    for own in dealt(data_rank=placement.data_rank):
+    for own in dealt():
         inputs = to_device(own, device, task=TopLogProbs(top_k, vocabulary))
         with evaluating(model):
             both = torch.stack([values.double() for values in passes.top_log_probs(model, inputs)])
@@ -413,7 +410,7 @@ def _table(
         with locked(folder):  # fails now, and not after the computation, if the cache cannot be written
             print(f"computing log-probabilities of {many(pairs, 'pair')} ({side}) ...", flush=True)
     with _as_reference(model, compared):
-        numbers = table(model, _batches(model, rows), pairs)
+        numbers = table(model, rows.sequential(**share_of(model)), pairs)
     if dist.get_rank() == 0:
         entry(folder, read=read, build=lambda beside, _: _write(beside, numbers))
     dist.barrier()
@@ -431,15 +428,6 @@ def _as_reference(model: Any, compared: Reference) -> Iterator[None]:
         yield
     finally:
         fill(model, compared.first)
-
-
-def _batches(model: Any, rows: PackedRows) -> Iterator[MicroBatch]:
-    placement = state_of(model).placement
-    layout = placement.layout
-    return rows.sequential(
-        data_rank=placement.data_rank, data_ranks=layout.data_ranks, micro_batch_size=layout.micro_batch_size,
-        row_multiple=layout.row_multiple,
-    )  # fmt: skip
 
 
 def _write(folder: Path, numbers: Table) -> None:
