@@ -33,7 +33,7 @@ NAMED = {
     "best": (r"best_step|keep_best|\bbest\b|early_stop|check_best", r"core/best|training/evaluation", 28),
     "checks": (r"check_every|training\.checks|Checks\b", r"training/(standing_)?checks", 3),
     "elastic": (r"elastic|node_range|OthersGone", r"training/nodes|launch/(nodes|meeting)", 8),
-    "evaluation": (r"evaluat|\beval\b", r"evaluation/|training/evaluation", 28),
+    "evaluation": (r"evaluat|\beval\b", r"evaluation/|training/evaluation", 27),
     "kept step": (r"kept_?step", r"kept_steps|training/keeping", 8),
     "samples": (r"\bsamples?\b", r"training/evaluation|generation/", 16),
     "stragglers": (r"straggl", r"training/standing_checks", 1),

@@ -28,7 +28,7 @@ NEEDED: Mapping[str, str] = {
     "autograd.Variable._execution_engine": "queue_callback",
     "cuda": "_is_in_bad_fork",
     "distributed.ProcessGroup": "_get_backend",
-    "distributed.distributed_c10d": "_get_default_store _resolve_process_group _set_pg_timeout",
+    "distributed.distributed_c10d": "_get_default_store _resolve_process_group",
     "distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler": "_heartbeat_lock _op_executor "
     "_state_holder",
     "distributed.elastic.rendezvous.dynamic_rendezvous": "_Action _NodeDesc _RendezvousState _delay",
@@ -55,7 +55,6 @@ NEEDED: Mapping[str, str] = {
     f"{_FSDP}._fsdp_param.ParamModuleInfo": "module param_name shared_modules shared_param_names",
     "nn.Module": "_apply _buffers _forward_hooks _forward_pre_hooks _modules _parameters",
     "nn.init": "_calculate_fan_in_and_fan_out",
-    "nn.modules.conv": "_ConvNd",
     "ops._c10d_functional": "all_gather_into_tensor all_reduce all_to_all_single reduce_scatter_tensor wait_tensor",
     "ops.aten": "_flash_attention_backward _flash_attention_forward "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",

@@ -241,10 +241,6 @@ def saves_memory_of(output: Tensor) -> bool:
     return False
 
 
-def is_convolution(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.conv._ConvNd)
-
-
 def fans(tensor: Tensor) -> tuple[int, int]:
     """Fan in and fan out, as torch's initialisers count them."""
     return nn.init._calculate_fan_in_and_fan_out(tensor)
@@ -301,11 +297,6 @@ def timeout_of_world(device_type: str) -> timedelta | None:
     world = dist.group.WORLD
     backend = world and world._get_backend(torch.device(device_type))
     return getattr(getattr(backend, "options", None), "_timeout", None)
-
-
-def set_timeout_of_world(timeout: timedelta) -> None:
-    """Set the timeout of the world's group, which is otherwise fixed when it is opened."""
-    dist.distributed_c10d._set_pg_timeout(timeout)
 
 
 def group_among(arguments: Iterable[Any]) -> tuple[str, int]:

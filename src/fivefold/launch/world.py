@@ -294,8 +294,6 @@ def _open_group(world: World, timeout: float, store: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from fivefold.torch_internals import set_timeout_of_world
-
     met_here = is_loopback(world.rendezvous.removeprefix(TCP).rpartition(":")[0])
     if (world.is_local or world.size == 1 or met_here) and sys.platform == "linux":
         # The loopback interface is unreachable from outside and needs no name lookup.
@@ -324,7 +322,8 @@ def _open_group(world: World, timeout: float, store: Any) -> None:
         ) from error
     if is_met:
         store.set_timeout(TIMEOUT)
-        set_timeout_of_world(TIMEOUT)
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.set_timeout(TIMEOUT)
 
 
 def _store(world: World, timeout: float) -> Any:

@@ -27,9 +27,10 @@ from fivefold.models.facts import DropoutKind, DropoutSite
 from fivefold.models.recipe import buffer_values
 from fivefold.models.record import RESIDUAL, BlockTrace, Event, Kept, Kind, MixesTokens, Trace, Untraceable
 from fivefold.ops.dropout import dropout_by, plain_uniform, uniform_by
-from fivefold.torch_internals import Dispatch, is_convolution
+from fivefold.torch_internals import Dispatch
 
 ATTENTION = "fivefold-trace"  # the attention function of the copy
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 MOST_READ = 2**16  # most weights of a linear with real values: some models compute with small weights directly
 MOST_SMALL = 2**22  # most values of a small module, neither a linear nor an embedding
 
@@ -224,7 +225,7 @@ class Recorder:
             self._tables[rows.untyped_storage().data_ptr()] = name
         elif hf_internals.is_experts(module):
             module.forward = partial(self._experts, name, next(module.parameters()).shape[0])
-        elif is_convolution(module):
+        elif isinstance(module, CONVOLUTIONS):
             self._convolutions.append(name)
             module.forward = partial(self._convolution, name)
         elif any(p.ndim > 2 for _, p in own) or sum(p.numel() for _, p in own) > MOST_SMALL:
