@@ -89,9 +89,9 @@ BUDGET = {
     "planner": 4500,
     "rehearsal": 1900,
     "report": 1660,
-    "torch_internals": 1140,
-    "training": 7500,
-    "verification": 3940,
+    "torch_internals": 940,
+    "training": 7260,
+    "verification": 3880,
 }
 
 
