@@ -227,7 +227,7 @@ class Recorder:
             module.forward = partial(self._experts, name, next(module.parameters()).shape[0])
         elif isinstance(module, CONVOLUTIONS):
             self._convolutions.append(name)
-            module.forward = partial(self._convolution, name)
+            module.forward = partial(self._convolution, name)  # type: ignore[method-assign]
         elif any(p.ndim > 2 for _, p in own) or sum(p.numel() for _, p in own) > MOST_SMALL:
             module.forward = partial(self._opaque, name, module.forward if is_leaf else None)
         else:
