@@ -34,6 +34,7 @@ import torch
 
 import finetune_chats as chats
 from common import LEARNING_RATE, OPTIONS, RESULTS, SEED, SHAPES, Clock, machine, plain_model, run_ranks
+from fivefold.config import ObjectiveSection
 from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.launch.world import alone, find_world, join, threads_per_worker
 from fivefold.models.build import build_meta
@@ -42,7 +43,6 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
 from fivefold.training.memory import PeakMemory
-from fivefold.training.objectives import Objective
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.preference import ObjectiveSpec
 from fivefold.training.step import train_step
@@ -105,7 +105,9 @@ def fivefold(ask: dict[str, Any]) -> dict[str, Any]:
         lora = Lora(rank=RANK, alpha=ALPHA) if "lora" in task else None
         model = parallelize(build_meta(shape.hf_config()), layout, device=CPU, seed=SEED, adapter=lora)
         optimizer = build_optimizer(model, OPTIONS)
-        spec = ObjectiveSpec(Objective("dpo", beta=BETA), np.concatenate([before(step) for step in range(steps)]))
+        spec = ObjectiveSpec(
+            ObjectiveSection(name="dpo", beta=BETA), np.concatenate([before(step) for step in range(steps)])
+        )
         rank = state_of(model).placement.data_rank
         clock.tick()
         for step in range(steps):

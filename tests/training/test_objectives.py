@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fivefold.config import ObjectiveSection
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
 from fivefold.parallel.collectives import Collective, by_group, differing, total
 from fivefold.parallel.fp8.scales import Fp8Scales
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
-from fivefold.training.objectives import Objective, Ratings, pair_losses
+from fivefold.training.objectives import Ratings, metrics_of, pair_losses
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.preference import ObjectiveSpec, log_probs, mean_over_pairs, pairs_of, table
 from fivefold.verification.by_hand import exactly
@@ -104,7 +105,7 @@ def plain_log_probs(model: nn.Module) -> tuple[Tensor, Tensor]:
     return torch.stack(sums).view(-1, 2), torch.tensor(counts).view(-1, 2)
 
 
-def plain_loss(objective: Objective, sums: Tensor, counts: Tensor, other: Tensor) -> Tensor:
+def plain_loss(objective: ObjectiveSection, sums: Tensor, counts: Tensor, other: Tensor) -> Tensor:
     """The mean over pairs."""
     beta, means = objective.beta, sums / counts
     if objective.name == "dpo":
@@ -134,18 +135,18 @@ def plain(case: Case, loss_of: Callable[[nn.Module], Tensor]) -> tuple[float, di
     return loss.item(), grads
 
 
-def plain_objective(objective: Objective) -> Callable[[nn.Module], Tensor]:
+def plain_objective(objective: ObjectiveSection) -> Callable[[nn.Module], Tensor]:
     return lambda model: plain_loss(objective, *plain_log_probs(model), torch.from_numpy(before()))
 
 
 # ---- under a layout --------------------------------------------------------------------------------------------------
 
 
-def on_rank(case: Case, objective: Objective) -> dict[str, Any]:
+def on_rank(case: Case, objective: ObjectiveSection) -> dict[str, Any]:
     model = build(case)
-    batch = micro_batches(case, state_of(model).placement.data_rank, rated=objective.has_baseline)
-    other = near() if objective.has_baseline else before()
-    spec = ObjectiveSpec(objective, other if objective.needs_reference else None)
+    batch = micro_batches(case, state_of(model).placement.data_rank, rated=objective.is_rated)
+    other = near() if objective.is_rated else before()
+    spec = ObjectiveSpec(objective, other if objective.compares else None)
     with exactly(case.parsed.precision):
         loss = float(training_step.accumulate(model, batch, spec=spec))
         gradients = pieces(model, {name: gradient(p) for name, p in model.named_parameters()})
@@ -162,9 +163,11 @@ def on_rank(case: Case, objective: Objective) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def declared(case: Case, model: Any, batch: Sequence[MicroBatch], objective: Objective) -> tuple[Collective, ...]:
+def declared(
+    case: Case, model: Any, batch: Sequence[MicroBatch], objective: ObjectiveSection
+) -> tuple[Collective, ...]:
     shape = training_step.step_shape(model, *batch[0].input_ids.shape, len(batch), case.loss_chunks, batch=batch)
-    judged = replace(shape, answers=tuple(2 * pairs_of(each) for each in batch), metrics=len(objective.metrics))
+    judged = replace(shape, answers=tuple(2 * pairs_of(each) for each in batch), metrics=len(metrics_of(objective)))
     return by_group(training_step.declare(model, judged), state_of(model).placement.grid)
 
 
@@ -183,7 +186,7 @@ def case_of(layout: str) -> Case:
     return Case(f"{layout}+mb2+fp64", loss_chunks=3)
 
 
-def check(layout: str, objective: Objective) -> None:
+def check(layout: str, objective: ObjectiveSection) -> None:
     case = case_of(layout)
     loss, grads = plain(replace(case, layout="single+fp64"), plain_objective(objective))
     per_rank = run_ranks(case.parsed.world, on_rank, case, objective)
@@ -191,15 +194,15 @@ def check(layout: str, objective: Objective) -> None:
     model = reference_model(case, torch.float32).double()
     with torch.no_grad(), exactly("fp64"):
         sums, counts = plain_log_probs(model)
-    if not objective.has_baseline:  # for which there is a forward more
+    if not objective.is_rated:  # for which there is a forward more
         assert differing([found["issued"] for found in per_rank], [found["declared"] for found in per_rank]) == []
     for found in per_rank:
         np.testing.assert_allclose(found["table"], sums.numpy(), rtol=1e-11)
         assert [found["evaluated"], found["step"]] == pytest.approx([loss, loss], rel=1e-10)
-        assert set(found["metrics"]) == set(objective.metrics) and found["metrics"] == per_rank[0]["metrics"]
-    if not objective.has_baseline:
-        shown = sums.numpy() if objective.needs_reference else (sums / counts).numpy()
-        rewards = objective.beta * (shown - before() * objective.needs_reference)
+        assert set(found["metrics"]) == set(metrics_of(objective)) and found["metrics"] == per_rank[0]["metrics"]
+    if not objective.is_rated:
+        shown = sums.numpy() if objective.compares else (sums / counts).numpy()
+        rewards = objective.beta * (shown - before() * objective.compares)
         expected = {
             "rewards/chosen": rewards[:, 0].mean(), "rewards/rejected": rewards[:, 1].mean(),
             "rewards/margins": (rewards[:, 0] - rewards[:, 1]).mean(),
@@ -213,7 +216,7 @@ def check(layout: str, objective: Objective) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dpo_equals_plain_transformers(layout: str) -> None:
-    check(layout, Objective("dpo", beta=0.3))
+    check(layout, ObjectiveSection(name="dpo", beta=0.3))
 
 
 @pytest.mark.full
@@ -221,10 +224,10 @@ def test_dpo_equals_plain_transformers(layout: str) -> None:
     ("name", "layout"), [("ipo", "shard2.tp2"), ("orpo", "pp2.cp2"), ("simpo", "tp2"), put_off("orpo", "single")]
 )
 def test_other_objectives_equal_plain_transformers(name: str, layout: str) -> None:
-    check(layout, Objective(name, beta=0.7, gamma=0.4))
+    check(layout, ObjectiveSection(name=name, beta=0.7, gamma=0.4))
 
 
-RATED = Objective("kto", beta=0.4, desirable_weight=1.3, undesirable_weight=0.7)
+RATED = ObjectiveSection(name="kto", beta=0.4, desirable_weight=1.3, undesirable_weight=0.7)
 
 
 @pytest.mark.full
@@ -288,7 +291,7 @@ def weighted_on_rank(case: Case) -> dict[str, Any]:
     model = build(case)
     batch = weighted(case, state_of(model).placement.data_rank)
     with exactly(case.parsed.precision):
-        loss = float(training_step.accumulate(model, batch, spec=ObjectiveSpec(Objective())))
+        loss = float(training_step.accumulate(model, batch, spec=ObjectiveSpec(ObjectiveSection())))
     return {"loss": loss, "gradients": pieces(model, {name: gradient(p) for name, p in model.named_parameters()})}
 
 
@@ -305,7 +308,7 @@ def test_weights_of_targets_equal_plain_transformers(layout: str) -> None:
 
 def test_a_model_that_is_its_own_reference_has_no_preference() -> None:
     sums, tokens = torch.tensor([[-7.0, -3.0], [-200.0, -1.0]]), torch.tensor([[3, 2], [50, 1]])
-    found = pair_losses(Objective("dpo", beta=0.1), sums, tokens, sums)
+    found = pair_losses(ObjectiveSection(name="dpo", beta=0.1), sums, tokens, sums)
     assert found.loss_P.tolist() == pytest.approx([np.log(2)] * 2)
     assert found.slope_P2.tolist() == [[pytest.approx(-0.05), pytest.approx(0.05)]] * 2
     assert not found.metrics["rewards/accuracies"].any()
@@ -314,13 +317,13 @@ def test_a_model_that_is_its_own_reference_has_no_preference() -> None:
 def test_extreme_answers_stay_finite() -> None:
     sums, tokens = torch.tensor([[0.0, -1e5], [-1e5, 0.0], [-1e-9, -1e-9]]), torch.tensor([[1, 9]] * 3)
     for name in ("dpo", "ipo", "orpo", "simpo"):
-        found = pair_losses(Objective(name), sums, tokens, torch.zeros(3, 2))
+        found = pair_losses(ObjectiveSection(name=name), sums, tokens, torch.zeros(3, 2))
         assert found.loss_P.isfinite().all() and found.slope_P2.isfinite().all(), name
 
 
 def test_a_reference_is_asked_for() -> None:
     with pytest.raises(ValueError, match="reference"):
-        pair_losses(Objective("dpo"), torch.zeros(1, 2), torch.ones(1, 2))
+        pair_losses(ObjectiveSection(name="dpo"), torch.zeros(1, 2), torch.ones(1, 2))
     with pytest.raises(ValueError, match="ratings"):
         pair_losses(RATED, torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(1, 2))
 
@@ -340,7 +343,7 @@ def loads_on_rank(case: Case, has_goal: bool) -> Any:
     """The tokens of every expert that a step counts."""
     model = build(case)
     batch = micro_batches(case, state_of(model).placement.data_rank)
-    spec = ObjectiveSpec(Objective("simpo")) if has_goal else None
+    spec = ObjectiveSpec(ObjectiveSection(name="simpo")) if has_goal else None
     result = training_step.train_step(
         model, build_optimizer(model, case.options), batch, learning_rate=0.0, max_grad_norm=0.0, spec=spec
     )
@@ -362,7 +365,7 @@ def amax_on_rank(case: Case) -> tuple[bool, bool]:
     assert amax.names
     log_probs(model, batch)
     first = bool(amax._now.any()) or bool(len(amax.history))
-    training_step.accumulate(model, batch, spec=ObjectiveSpec(Objective("simpo")))
+    training_step.accumulate(model, batch, spec=ObjectiveSpec(ObjectiveSection(name="simpo")))
     return first, bool(amax.history.any())
 
 

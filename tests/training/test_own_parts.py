@@ -340,7 +340,6 @@ def test_every_part_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     result = MagicMock(tokens=1)
     monkeypatch.setattr(run_module, "train_step", lambda *_, **options: asked.append(options["stop"]) or result)
-    monkeypatch.setattr(run_module.metrics, "row", lambda *_, **__: {})
     checkpoints = Checkpoints(Environment(), None)
     checkpoints.manager = MagicMock(failed=None)
     run: Any = MagicMock(parts=[Asked(), Asked(), checkpoints], is_over=False)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from fivefold.config import ObjectiveSection
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
-from fivefold.training.objectives import Objective
+from fivefold.training.objectives import metrics_of
 from fivefold.training.preference import ObjectiveSpec, mean_over_pairs
 from tests.parity import Case, build, gradient, pieces, reference_model
 from tests.pool import run_ranks
@@ -24,10 +25,10 @@ trl = pytest.importorskip("trl")
 CASE = Case("single+mb2+fp32", loss_chunks=3)
 
 
-def on_rank(objective: Objective) -> tuple[float, dict[str, float], list[Any]]:
+def on_rank(objective: ObjectiveSection) -> tuple[float, dict[str, float], list[Any]]:
     model = build(CASE)
-    batch = micro_batches(CASE, state_of(model).placement.data_rank, rated=objective.has_baseline)
-    spec = ObjectiveSpec(objective, near() if objective.has_baseline else before())
+    batch = micro_batches(CASE, state_of(model).placement.data_rank, rated=objective.is_rated)
+    spec = ObjectiveSpec(objective, near() if objective.is_rated else before())
     loss = float(training_step.accumulate(model, batch, spec=spec))
     metrics = dict(mean_over_pairs(model, batch, spec)[1])
     return loss, metrics, pieces(model, {name: gradient(p) for name, p in model.named_parameters()})
@@ -48,7 +49,7 @@ def test_the_loss_of_trl(tmp_path: Path, name: str, theirs: str) -> None:
     ]  # fmt: skip
     records = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
     trainer = trainer_of(tmp_path, trl.DPOTrainer, trl.DPOConfig, records, beta=0.3, loss_type=theirs)
-    compare(trainer, DataCollatorForPreference(pad_token_id=0)(examples), Objective(name, beta=0.3))
+    compare(trainer, DataCollatorForPreference(pad_token_id=0)(examples), ObjectiveSection(name=name, beta=0.3))
 
 
 def test_kto_of_trl(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_kto_of_trl(tmp_path: Path) -> None:
     records = [{"prompt": "a", "completion": "b", "label": each} for each in (True, False)]
     trainer = trainer_of(tmp_path, trl.KTOTrainer, trl.KTOConfig, records, beta=0.4, **weights)
     inputs = DataCollatorForUnpairedPreference(pad_token_id=0)(examples)
-    compare(trainer, inputs, Objective("kto", beta=0.4, **weights))
+    compare(trainer, inputs, ObjectiveSection(name="kto", beta=0.4, **weights))
 
 
 def trainer_of(folder: Path, kind: Any, config: Any, records: list[dict[str, Any]], **options: Any) -> Any:
@@ -92,7 +93,7 @@ def trainer_of(folder: Path, kind: Any, config: Any, records: list[dict[str, Any
     return trainer
 
 
-def compare(trainer: Any, inputs: Any, objective: Objective) -> None:
+def compare(trainer: Any, inputs: Any, objective: ObjectiveSection) -> None:
     trainer.model.train()
     loss = trainer._compute_loss(trainer.model, inputs, False)
     loss.backward()
@@ -104,5 +105,5 @@ def compare(trainer: Any, inputs: Any, objective: Objective) -> None:
         assert np.linalg.norm(values - right[parameter]) <= max(1e-5 * np.linalg.norm(right[parameter]), floor), (
             parameter
         )
-    logged = {name: trainer._metrics["train"][name][-1] for name in objective.metrics}
+    logged = {name: trainer._metrics["train"][name][-1] for name in metrics_of(objective)}
     assert metrics == pytest.approx(logged, rel=1e-5)

@@ -18,7 +18,7 @@ from zlib import crc32
 
 import torch
 
-from fivefold.config import OptimizerSection
+from fivefold.config import ObjectiveSection, OptimizerSection
 from fivefold.core.errors import RunFailed
 from fivefold.models import discover, hf_internals
 from fivefold.parallel.adapters.settings import Lora
@@ -62,9 +62,11 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
     subject = ProofCase(
         folder=place / "model", model_class=type(plain).__name__, vocabulary=plain.config.vocab_size, rows=8,
         row_length=ROW + bool(like.matmul_words), steps=steps, seed=SEED, new_tokens=2,
-        objective=model.objective, beta=0.3, top_k=7, temperature=2.5, alpha=0.3,
-        loss=OWN_LOSS if model.objective == "python" else "",
-        columns=("weight",) if model.objective == "python" else (),
+        objective=ObjectiveSection(
+            name=model.objective, beta=0.3, top_k=7, temperature=2.5, alpha=0.3,
+            **({"path": OWN_LOSS, "columns": ["weight"]} if model.objective == "python" else {}),
+            **({"teacher": "another"} if model.objective == "distill" else {}),
+        ),
         adapter=_lora(model) if model.adapter else None, loss_chunks=CHUNKS if model.is_chunked else None,
         neftune_noise_alpha=model.neftune, balance_rows=model.balanced,
         prompts=int(not like.has_tensor_scales), whole_rows=bool(like.matmul_words), capacity_factor=model.capacity,

@@ -123,7 +123,7 @@ def test_an_objective_is_proved_in_fp8_too(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(ranks, "load_model_config", lambda folder: None)
     monkeypatch.setattr(ranks, "balance_options", lambda *_: BalanceOptions())
     case = ranks.make_subject(request, [Layout.parse("tp2+fp8")])
-    assert (case.objective, case.beta, case.whole_rows) == ("dpo", 0.7, True)
+    assert (case.objective.name, case.objective.beta, case.whole_rows) == ("dpo", 0.7, True)
     assert case.row_length % 2 == 0  # two answers fill a row
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fivefold.config import OptimizerSection
+from fivefold.config import ObjectiveSection, OptimizerSection
 from fivefold.parallel.layout import Layout
 from fivefold.verification.by_hand import answer_log_probs
 from fivefold.verification.proof_case import ProofCase, lengths, micro_batches, row_numbers, rows_for
@@ -61,7 +61,7 @@ def test_every_layout_gets_every_row_once_in_two_micro_batches(tmp_path, layouts
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_a_pair_fills_a_row_that_has_one_scale(tmp_path, objective: str) -> None:  # type: ignore[no-untyped-def]
     """Its answers are as long, so that the reference computes both as one batch, and nothing is padding."""
-    one = replace(subject(tmp_path), row_length=64, whole_rows=True, objective=objective)
+    one = replace(subject(tmp_path), row_length=64, whole_rows=True, objective=ObjectiveSection(name=objective))
     rows = [row for row in one.pairs() if row]
     assert [[len(piece.tokens) for piece in row] for row in rows] == [[32, 32]] * len(rows) and len(rows) > 4
     assert len({int(piece.trained.sum()) for row in rows for piece in row if piece.trained is not None}) > 3

@@ -15,47 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.config import ObjectiveSection
 from fivefold.core.objectives import OBJECTIVES
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The objective `name`: sft (the mean over weighted targets), or one of `LOSSES`. `beta`: its temperature, or the
-    weight of the odds ratio (ORPO). `gamma`: the margin of SimPO. The last two: weights of answers in KTO."""
-
-    name: str = "sft"
-    beta: float = 0.1
-    gamma: float = 0.5
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Raise `ValueError` for a loss without facts, which would train without a reference, and for facts alone."""
-        if (self.name in LOSSES) != self.has_pairs:
-            raise ValueError(f"{self.name} is one of LOSSES or of core.objectives.OBJECTIVES, and not of both")
-
-    @property
-    def has_pairs(self) -> bool:
-        return self.name in OBJECTIVES
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if it compares with the log-probabilities of a reference model."""
-        return self.has_pairs and OBJECTIVES[self.name].needs_reference
-
-    @property
-    def has_baseline(self) -> bool:
-        """True if answers are rated, and compared with how much likelier answers to other prompts became."""
-        return self.has_pairs and OBJECTIVES[self.name].is_rated
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        return RATED_METRICS if self.has_baseline else METRICS
-
-    @property
-    def uses_means(self) -> bool:
-        """True if an answer counts by the mean over its tokens."""
-        return self.has_pairs and OBJECTIVES[self.name].uses_means
 
 
 @dataclass(frozen=True)
@@ -79,27 +40,28 @@ class PairLosses:
 
 
 def pair_losses(
-    objective: Objective, policy_P2: Tensor, tokens_P2: Tensor, reference_P2: Tensor | None = None,
+    objective: ObjectiveSection, policy_P2: Tensor, tokens_P2: Tensor, reference_P2: Tensor | None = None,
     ratings: Ratings | None = None,
 ) -> PairLosses:  # fmt: skip
     """Pairs pairs. `policy_P2`, `reference_P2`: summed log-probabilities of answers; `tokens_P2`: their trained tokens.
 
     Raises `ValueError` if a reference or ratings are needed and missing.
     """
-    if objective.needs_reference and reference_P2 is None:
+    if objective.compares and reference_P2 is None:
         raise ValueError(f"{objective.name} needs the log-probabilities of a reference model")
-    if objective.has_baseline and ratings is None:
+    if objective.is_rated and ratings is None:
         raise ValueError(f"{objective.name} needs ratings of the answers")
+    uses_means = OBJECTIVES[objective.name].uses_means
     with torch.enable_grad():
         sums = policy_P2.detach().double().requires_grad_()
         counts = tokens_P2.to(sums).clamp(min=1)
-        answers = sums / counts if objective.uses_means else sums
+        answers = sums / counts if uses_means else sums
         before = torch.zeros_like(sums)
-        if objective.needs_reference and reference_P2 is not None:
-            before = reference_P2.to(sums) / counts if objective.uses_means else reference_P2.to(sums)
+        if objective.compares and reference_P2 is not None:
+            before = reference_P2.to(sums) / counts if uses_means else reference_P2.to(sums)
         loss = LOSSES[objective.name](objective, answers, answers - before, ratings)
         (slope,) = torch.autograd.grad(loss.sum(), sums)
-    shown = sums.detach() if objective.needs_reference else answers.detach()
+    shown = sums.detach() if objective.compares else answers.detach()
     rewards = objective.beta * (shown - reference_P2.to(shown) if reference_P2 is not None else shown)
     if ratings is not None:
         return PairLosses(loss.detach(), slope, _of_ratings(rewards[:, 0], shown[:, 0], ratings))
@@ -124,6 +86,10 @@ METRICS = (
 RATED_METRICS = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "rewards/margins", "kl")
 
 
+def metrics_of(objective: ObjectiveSection) -> tuple[str, ...]:
+    return RATED_METRICS if objective.is_rated else METRICS
+
+
 def _of_ratings(rewards_P: Tensor, shown_P: Tensor, ratings: Ratings) -> dict[str, Tensor]:
     nothing = torch.full_like(rewards_P, torch.nan)
     found = {
@@ -137,7 +103,7 @@ def _of_ratings(rewards_P: Tensor, shown_P: Tensor, ratings: Ratings) -> dict[st
 # Arguments of each loss: the objective, log-probabilities [P, 2], these minus the reference's, ratings. Result: [P].
 
 
-def _kto(objective: Objective, answers: Tensor, gains: Tensor, ratings: Ratings | None) -> Tensor:
+def _kto(objective: ObjectiveSection, answers: Tensor, gains: Tensor, ratings: Ratings | None) -> Tensor:
     """KTO: https://arxiv.org/abs/2402.01306, equation 7. No gradient flows through the baseline."""
     assert ratings is not None
     above = objective.beta * (gains[:, 0] - ratings.baseline)
@@ -145,27 +111,27 @@ def _kto(objective: Objective, answers: Tensor, gains: Tensor, ratings: Ratings 
     return torch.where(ratings.desirable_P, good, objective.undesirable_weight * (1 - torch.sigmoid(-above)))
 
 
-def _dpo(objective: Objective, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
+def _dpo(objective: ObjectiveSection, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
     """DPO: https://arxiv.org/abs/2305.18290, equation 7."""
     return -F.logsigmoid(objective.beta * (gains[:, 0] - gains[:, 1]))
 
 
-def _ipo(objective: Objective, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
+def _ipo(objective: ObjectiveSection, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
     """IPO: https://arxiv.org/abs/2310.12036, equation 17, on means over tokens as in TRL."""
     return (gains[:, 0] - gains[:, 1] - 1 / (2 * objective.beta)).square()
 
 
-def _simpo(objective: Objective, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
+def _simpo(objective: ObjectiveSection, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
     """SimPO: https://arxiv.org/abs/2405.14734, equation 6."""
     return -F.logsigmoid(objective.beta * (answers[:, 0] - answers[:, 1]) - objective.gamma)
 
 
-def _orpo(objective: Objective, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
+def _orpo(objective: ObjectiveSection, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
     """ORPO: https://arxiv.org/abs/2403.07691, equations 6 and 7: cross entropy of the chosen answer, and the odds."""
     odds = answers - torch.log(-torch.expm1(answers.clamp(max=-1e-12)))  # clamped: the odds of 1 are infinite
     return -answers[:, 0] - objective.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
 
 
-LOSSES: dict[str, Callable[[Objective, Tensor, Tensor, Ratings | None], Tensor]] = {
+LOSSES: dict[str, Callable[[ObjectiveSection, Tensor, Tensor, Ratings | None], Tensor]] = {
     "dpo": _dpo, "ipo": _ipo, "orpo": _orpo, "simpo": _simpo, "kto": _kto,
 }  # fmt: skip

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fivefold.config import ObjectiveSection
 from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.parallel import passes
 from fivefold.parallel.state import state_of
 from fivefold.training.inputs import evaluating, to_device
-from fivefold.training.objectives import Objective, PairLosses, Ratings, pair_losses
+from fivefold.training.objectives import PairLosses, Ratings, metrics_of, pair_losses
 
 Table = NDArray[np.float64]  # [pairs of a side, 2]: log-probabilities of the answers under a reference model
 _MARGIN = "rewards/margins"  # for rated answers the difference of two means
@@ -34,7 +35,7 @@ _MARGIN = "rewards/margins"  # for rated answers the difference of two means
 class ObjectiveSpec:
     """The objective of a step. `reference`: log-probabilities of every pair of the data; None if it needs none."""
 
-    objective: Objective
+    objective: ObjectiveSection
     reference: Table | None = None
 
 
@@ -45,7 +46,7 @@ class Pairs:
     `tokens_P2`: trained targets. `before_P2`: log-probabilities under the reference, if any. `desirable_P`, `baseline`:
     see `Ratings`. `losses`: the last result; None before the first."""
 
-    objective: Objective
+    objective: ObjectiveSection
     tokens_P2: Tensor
     before_P2: Tensor | None
     desirable_P: Tensor
@@ -82,11 +83,11 @@ class Pairs:
 def pairs_of_step(model: Any, batch: Sequence[MicroBatch], spec: ObjectiveSpec) -> list[Pairs]:
     """Return the pairs of each micro batch of a step; an empty list if the objective has no pairs. Every rank calls
     this with the same number of micro batches."""
-    if not spec.objective.has_pairs:
+    if not spec.objective.has_answers:
         return []
     device = next(model.parameters()).device
     pairs_by_batch = [Pairs.of(rows, spec, device) for rows in batch]
-    if spec.objective.has_baseline:
+    if spec.objective.is_rated:
         _set_baseline(model, pairs_by_batch, log_probs(model, batch))
     return pairs_by_batch
 
@@ -95,13 +96,15 @@ def divisor(model: Any, batch: Sequence[MicroBatch], spec: ObjectiveSpec) -> flo
     """The divisor of the loss sum over the global batch, on every rank: its pairs, or the weights of its targets."""
     own = 0.0
     if state_of(model).placement.is_first_of_row:
-        own = sum(float(pairs_of(rows) if spec.objective.has_pairs else weights_of(rows).sum()) for rows in batch)
+        own = sum(float(pairs_of(rows) if spec.objective.has_answers else weights_of(rows).sum()) for rows in batch)
     found = torch.tensor(own, dtype=torch.float64, device=next(model.parameters()).device)
     dist.all_reduce(found)
     return found.item()
 
 
-def outcome(model: Any, pairs_by_batch: Sequence[Pairs], objective: Objective) -> tuple[Tensor, Mapping[str, float]]:
+def outcome(
+    model: Any, pairs_by_batch: Sequence[Pairs], objective: ObjectiveSection
+) -> tuple[Tensor, Mapping[str, float]]:
     """This rank's share of the summed losses, fp64, and metric means over all pairs; call it after a step's passes."""
     coords = state_of(model).placement.coords
     speaks = coords.tp == coords.cp == 0  # in a pipeline, only ranks with a loss have computed any
@@ -119,7 +122,7 @@ def mean_over_pairs(
     device = next(model.parameters()).device
     both = [(Pairs.of(rows, spec, device), log_probs(model, [rows])[0]) for rows in batches]
     pairs_by_batch = [pairs for pairs, _ in both]
-    if spec.objective.has_baseline:
+    if spec.objective.is_rated:
         _set_baseline(model, pairs_by_batch, [sums for _, sums in both])
     for of_batch, sums in both:
         of_batch.compute(sums)
@@ -187,12 +190,12 @@ def _set_baseline(model: Any, pairs_by_batch: Sequence[Pairs], sums: Sequence[Te
 
 
 def _over_ranks(
-    model: Any, pairs_by_batch: Sequence[Pairs], objective: Objective
+    model: Any, pairs_by_batch: Sequence[Pairs], objective: ObjectiveSection
 ) -> tuple[Tensor, int, Mapping[str, float]]:
     """This rank's share of the summed losses, the number of pairs on all ranks, and the mean of each metric over the
     pairs it applies to. Metrics that apply to no pair are left out. `pairs_by_batch`: those that this rank reports."""
     device = next(model.parameters()).device
-    names = [name for name in objective.metrics if not (objective.has_baseline and name == _MARGIN)]
+    names = [name for name in metrics_of(objective) if not (objective.is_rated and name == _MARGIN)]
     sums = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=device)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for losses in (pairs.losses for pairs in pairs_by_batch if pairs.losses is not None):
@@ -204,6 +207,6 @@ def _over_ranks(
     dist.all_reduce(sums)
     pairs, *rest = sums.tolist()
     means = {name: rest[2 * at] / rest[2 * at + 1] if rest[2 * at + 1] else nan for at, name in enumerate(names)}
-    if objective.has_baseline:
+    if objective.is_rated:
         means[_MARGIN] = means["rewards/chosen"] - means["rewards/rejected"]
-    return loss, int(pairs), {name: means[name] for name in objective.metrics if not isnan(means[name])}
+    return loss, int(pairs), {name: means[name] for name in metrics_of(objective) if not isnan(means[name])}

@@ -47,7 +47,6 @@ from fivefold.parallel.loss.own import TokenLoss
 from fivefold.parallel.loss.tasks import TopLogProbs
 from fivefold.parallel.state import fill, state_of
 from fivefold.training.inputs import evaluating, share_of, to_device
-from fivefold.training.objectives import Objective
 from fivefold.training.preference import ObjectiveSpec, Table, table
 
 Found = TypeVar("Found")
@@ -337,7 +336,7 @@ class Reference:
     def of(cls, config: RunConfig, model: PreTrainedModel) -> "Reference | None":
         """The reference for a model on the meta device, before it is parallelized; None if the objective needs none.
         Raises `UserError` if another model is named as the reference of an adapter."""
-        if not objective_of(config).needs_reference:
+        if not config.objective.compares:
             return None
         first = base_source(config, model)
         other = config.objective.reference
@@ -363,15 +362,10 @@ class Reference:
         return cls(None, first, start)
 
 
-def objective_of(config: RunConfig) -> Objective:
-    section = config.objective
-    return Objective(section.name, section.beta, section.gamma, section.desirable_weight, section.undesirable_weight)
-
-
 def goals(config: RunConfig, data: PreparedData, model: Any, compared: Reference | None) -> ObjectiveSpecs:
     """ObjectiveSpecs of a run whose `model` has its first weights, which stay the same. Every rank calls this."""
-    objective = objective_of(config)
-    if not objective.has_pairs:
+    objective = config.objective
+    if not objective.has_answers:
         return ObjectiveSpecs()
     sides = {"train": data.whole, "validation": data.validation}
     if compared is None:

@@ -84,11 +84,12 @@ def preference_loss(case: ProofCase, sums: Tensor, counts: Tensor) -> tuple[Tens
     """The mean loss over pairs, and the means of the metrics: rewards of the chosen and the rejected answers, the
     margin, the accuracy, and their log-probabilities, in the order of `objectives.METRICS`. Raises `ValueError` for an
     objective without a formula."""
-    if case.objective in RATED:
-        return RATED[case.objective](case, sums)
-    if case.objective not in PAIRS:
-        raise ValueError(f"{case.objective} has no formula by hand, in PAIRS or RATED of this file")
-    each, rewards, shown = PAIRS[case.objective](case, sums, sums / counts, counts)
+    name = case.objective.name
+    if name in RATED:
+        return RATED[name](case, sums)
+    if name not in PAIRS:
+        raise ValueError(f"{name} has no formula by hand, in PAIRS or RATED of this file")
+    each, rewards, shown = PAIRS[name](case, sums, sums / counts, counts)
     margin = rewards[:, 0] - rewards[:, 1]
     told = [rewards[:, 0], rewards[:, 1], margin, (margin > 0).to(margin), shown[:, 0], shown[:, 1]]
     return each.mean(), torch.stack([number.detach().mean() for number in told])
@@ -105,24 +106,24 @@ def _before(case: ProofCase, sums: Tensor) -> Tensor:
 
 def _dpo(case: ProofCase, sums: Tensor, means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     gains = sums - _before(case, sums)
-    return -F.logsigmoid(case.beta * (gains[:, 0] - gains[:, 1])), case.beta * gains, sums
+    return -F.logsigmoid(case.objective.beta * (gains[:, 0] - gains[:, 1])), case.objective.beta * gains, sums
 
 
 def _ipo(case: ProofCase, sums: Tensor, means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     before = _before(case, sums)
     gains = means - before / counts
-    return (gains[:, 0] - gains[:, 1] - 1 / (2 * case.beta)) ** 2, case.beta * (sums - before), sums
+    return (gains[:, 0] - gains[:, 1] - 1 / (2 * case.objective.beta)) ** 2, case.objective.beta * (sums - before), sums
 
 
 def _simpo(case: ProofCase, sums: Tensor, means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    each = -F.logsigmoid(case.beta * (means[:, 0] - means[:, 1] - case.gamma / case.beta))
-    return each, case.beta * means, means
+    each = -F.logsigmoid(case.objective.beta * (means[:, 0] - means[:, 1] - case.objective.gamma / case.objective.beta))
+    return each, case.objective.beta * means, means
 
 
 def _orpo(case: ProofCase, sums: Tensor, means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ratio = torch.log1p(-means[:, 0].exp()) - torch.log1p(-means[:, 1].exp())
-    each = -means[:, 0] - case.beta * F.logsigmoid(means[:, 0] - means[:, 1] - ratio)
-    return each, case.beta * means, means
+    each = -means[:, 0] - case.objective.beta * F.logsigmoid(means[:, 0] - means[:, 1] - ratio)
+    return each, case.objective.beta * means, means
 
 
 PAIRS: dict[str, Formula] = {"dpo": _dpo, "ipo": _ipo, "simpo": _simpo, "orpo": _orpo}
@@ -135,9 +136,11 @@ def _kto(case: ProofCase, sums: Tensor) -> tuple[Tensor, Tensor]:
     ratings = [piece.desirable for row in case.pairs() for piece in row if piece.answer == 0]
     good = [number for number, rating in enumerate(ratings) if rating]
     bad = [number for number, rating in enumerate(ratings) if not rating]
-    liked = case.desirable_weight * (1 - torch.sigmoid(case.beta * (gains[good, 0] - baseline)))
-    disliked = case.undesirable_weight * (1 - torch.sigmoid(case.beta * (baseline - gains[bad, 0])))
-    means = [rows.detach()[numbers, 0].mean() for rows in (case.beta * gains, sums) for numbers in (good, bad)]
+    liked = case.objective.desirable_weight * (1 - torch.sigmoid(case.objective.beta * (gains[good, 0] - baseline)))
+    disliked = case.objective.undesirable_weight * (1 - torch.sigmoid(case.objective.beta * (baseline - gains[bad, 0])))
+    means = [
+        rows.detach()[numbers, 0].mean() for rows in (case.objective.beta * gains, sums) for numbers in (good, bad)
+    ]
     return torch.cat([liked, disliked]).mean(), torch.stack([*means, means[0] - means[1], baseline])
 
 
@@ -164,18 +167,20 @@ def teacher_targets(case: ProofCase, batch: MicroBatch, rows: list[int]) -> Teac
     for b, row in enumerate(rows):
         at = np.flatnonzero(batch.labels[b] != IGNORE)
         tokens[b, at], log_probs[b, at] = (array[at] for array in teacher_row(case, row))
-    return TeacherTargets(tokens, log_probs, case.temperature, case.alpha)
+    return TeacherTargets(tokens, log_probs, case.objective.temperature, case.objective.alpha)
 
 
 def distillation_loss(case: ProofCase, logits: Tensor, targets: Tensor, row: int, start: int) -> Tensor:
     """The loss summed over the targets [n] of a document that begins at `start` of its row. `logits`: [n, V]."""
     at = slice(start, start + len(targets))
     tokens, log_probs = (torch.from_numpy(array[at]).to(logits.device) for array in teacher_row(case, row))
-    wanted = torch.zeros_like(logits).scatter(-1, tokens, (log_probs / case.temperature).softmax(-1).to(logits))
-    own = (logits / case.temperature).log_softmax(-1)
+    wanted = torch.zeros_like(logits).scatter(
+        -1, tokens, (log_probs / case.objective.temperature).softmax(-1).to(logits)
+    )
+    own = (logits / case.objective.temperature).log_softmax(-1)
     apart = F.kl_div(own, wanted, reduction="none").sum(-1)[targets != IGNORE].sum()
     text = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE)
-    return case.alpha * case.temperature**2 * apart + (1 - case.alpha) * text
+    return case.objective.alpha * case.objective.temperature**2 * apart + (1 - case.objective.alpha) * text
 
 
 def top_log_probs(case: ProofCase, logits: Tensor) -> Tensor:

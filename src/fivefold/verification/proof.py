@@ -36,7 +36,7 @@ from fivefold.parallel.state import state_of
 from fivefold.training import checks, preference
 from fivefold.training import step as training
 from fivefold.training.inputs import check_loss, evaluating, loss_at, to_device
-from fivefold.training.objectives import Objective
+from fivefold.training.objectives import metrics_of
 from fivefold.training.optimizers import build_optimizer, rule_for
 from fivefold.training.optimizers.states import restored_state
 from fivefold.training.step import local_gradients
@@ -80,7 +80,7 @@ class Proof:
         )  # fmt: skip
         configure(self.model, self.state.live(Balance), options, self.state.placement.buffers)
         self.optimizer = build_optimizer(self.model, case.optimizer)
-        self.loss = loss_at(case.loss) if case.loss else None
+        self.loss = loss_at(case.objective.path) if case.objective.is_own else None
         if self.loss:
             check_loss(self.loss, self.model, self._batch(0))
         self.found = LayoutResult(str(layout), precision=layout.numerics)
@@ -193,12 +193,12 @@ class Proof:
 
     def objective(self) -> None:
         """Compare the values and the gradient of the run file's objective, unless it is sft or python."""
-        if self.case.objective in ("sft", "python"):  # python: all that is compared has its loss
+        if self.case.objective.name in ("sft", "python"):  # python: all that is compared has its loss
             return
         balance, before = self.state.live(Balance), self.state.state()
         options, balance.options = balance.options, BalanceOptions()  # no router losses
         with exactly(self.layout.precision), self.state.deterministic():
-            (self._distillation if self.case.objective == "distill" else self._preference)()
+            (self._distillation if self.case.objective.name == "distill" else self._preference)()
         balance.options = options
         self.state.load(before)  # the first step begins without what these passes left
         gradients = {name: p.grad for name, p in self.model.named_parameters()}
@@ -227,18 +227,14 @@ class Proof:
     def _preference(self) -> None:
         """Compare log-probabilities, loss and metrics on pairs of answers."""
         batch = self._micro_batches(self.case.pairs())
-        objective = Objective(
-            self.case.objective, self.case.beta, self.case.gamma,
-            self.case.desirable_weight, self.case.undesirable_weight,
-        )  # fmt: skip
-        table = self.case.compared_with()
-        spec = preference.ObjectiveSpec(objective, table if objective.needs_reference else None)
+        objective, table = self.case.objective, self.case.compared_with()
+        spec = preference.ObjectiveSpec(objective, table if objective.compares else None)
         sums = torch.from_numpy(preference.table(self.model, batch, len(table)))
         metrics = preference.mean_over_pairs(self.model, batch, spec)[1]
         loss = training.accumulate(self.model, batch, spec=spec)
         found = {
             "log-probabilities": sums, "loss": loss.reshape(1).cpu(),
-            "metrics": torch.tensor([metrics[name] for name in objective.metrics], dtype=torch.float64),
+            "metrics": torch.tensor([metrics[name] for name in metrics_of(objective)], dtype=torch.float64),
         }  # fmt: skip
         distances = {
             f"preference/{name}": Distance().add(number, self.reference.whole(f"preference/{name}"))

@@ -9,14 +9,13 @@ biases, uniform lengths, power-of-two sizes, or clipping never or always would e
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from pydantic import TypeAdapter
 
-from fivefold.config import OptimizerSection
-from fivefold.core.objectives import OBJECTIVES
+from fivefold.config import ObjectiveSection, OptimizerSection
 from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.data.order import row_cost, shares
 from fivefold.parallel.adapters.settings import Lora
@@ -69,18 +68,11 @@ class ProofCase:
     # 0: no clipping; None: alternately half of a step's norm, so that clipping is active, and twice, so that it is not
     max_grad_norm: float | None = None
     whole_rows: bool = False  # a row is one document: scales of matmuls span the tokens of a row
-    objective: str = "sft"  # from the run file; one on pairs of answers, or with a teacher, is proved in addition
-    beta: float = 0.1
-    gamma: float = 0.5
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
-    top_k: int = 64
-    temperature: float = 1.0
-    alpha: float = 0.5
+    objective: ObjectiveSection = field(
+        default_factory=ObjectiveSection
+    )  # one of answers, or with a teacher, is proved in addition
     adapter: Lora | None = None
     neftune_noise_alpha: float | None = None
-    loss: str = ""  # a function of the user's own in place of cross entropy, PATH.py:NAME
-    columns: tuple[str, ...] = ()  # of the data, for that function
     balance_rows: bool = False  # from the run file
 
     def describe(self) -> str:
@@ -89,8 +81,8 @@ class ProofCase:
         drops = "" if self.capacity_factor is None else f"; capacity factor {self.capacity_factor:g}"
         rows = "one document and one micro batch each" if self.whole_rows else "documents of unequal length"
         of_teacher = f"; the {self.followed} likeliest tokens of a teacher are followed"
-        objective = {"sft": "", "distill": of_teacher, "python": f"; the loss {self.loss}"}.get(
-            self.objective, f"; {self.objective} on pairs of answers"
+        objective = {"sft": "", "distill": of_teacher, "python": f"; the loss {self.objective.path}"}.get(
+            self.objective.name, f"; {self.objective.name} on pairs of answers"
         )
         adapter = "" if self.adapter is None else f"; LoRA of rank {self.adapter.rank} beside a frozen model"
         return (
@@ -115,19 +107,18 @@ class ProofCase:
         drawn = rng.integers(0, self.vocabulary, length + (length == self.row_length), dtype=np.uint32)
         place = np.arange(len(drawn) - 1)
         answers = (place >= len(place) // 4) & (place < len(place) // 2) | (place == len(place) - 1)
-        columns = {name: float((drawn[0] + at) % 2) for at, name in enumerate(self.columns)}
+        columns = {name: float((drawn[0] + at) % 2) for at, name in enumerate(self.objective.columns)}
         return Piece(drawn[:length], drawn[1:], answers if is_example else None, columns=columns)
 
     @property
     def followed(self) -> int:
         """The teacher's top-k: always fewer tokens than the vocabulary has."""
-        return min(self.top_k, self.vocabulary // 2)
+        return min(self.objective.top_k, self.vocabulary // 2)
 
     def pairs(self) -> Documents:
         """Pairs of answers in each row of a batch, for a preference objective. The second of every three rated ones is
         undesirable. In `whole_rows`, one pair of equally long answers fills a row: one batch of the reference."""
         rng, rows, number = np.random.default_rng([self.seed, 1_000_033]), list[list[Piece]](), 0
-        is_rated = self.objective in OBJECTIVES and OBJECTIVES[self.objective].is_rated
         for row in range(self.rows):
             pieces = list[Piece]()
             for parts in _PAIRS[row % len(_PAIRS)][: 1 if self.whole_rows else None]:
@@ -139,7 +130,7 @@ class ProofCase:
                 for answer, length in enumerate(answers):
                     ids = np.append(asked, rng.integers(0, self.vocabulary, length, dtype=np.uint32))
                     trained = np.arange(len(ids) - 1) >= prompt - 1
-                    desirable = number % 3 != 1 if is_rated else None
+                    desirable = number % 3 != 1 if self.objective.is_rated else None
                     pieces.append(Piece(ids, ids[1:], trained, answer=answer, pair=number, desirable=desirable))
                 number += 1
             rows.append(pieces)

@@ -194,12 +194,8 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
         reduce=config.precision.reduce, loss_chunks=config.memory.chunks or CHUNKS,
         capacity_factor=balance.capacity_factor, bias_rate=max(balance.bias_rate, BIAS_RATE),
         aux_loss=max(balance.load, AUX_LOSS), z_loss=max(balance.z, Z_LOSS), whole_rows=whole_rows,
-        objective=config.objective.name, beta=config.objective.beta,
-        gamma=config.objective.gamma, desirable_weight=config.objective.desirable_weight,
-        undesirable_weight=config.objective.undesirable_weight, top_k=config.objective.top_k,
-        temperature=config.objective.temperature, alpha=config.objective.alpha, adapter=config.adapter.lora,
-        neftune_noise_alpha=config.train.neftune_noise_alpha, loss=config.objective.path,
-        columns=config.objective.columns, balance_rows=config.data.balance_rows,
+        objective=config.objective, adapter=config.adapter.lora,
+        neftune_noise_alpha=config.train.neftune_noise_alpha, balance_rows=config.data.balance_rows,
         prompts=0 if any(layout.has_tensor_scales for layout in layouts) else ProofCase.prompts,
     )  # fmt: skip
 

@@ -69,7 +69,7 @@ class ReferenceRun:
             routers_in_fp32(self.model)
         elif self.codes_gathers:  # with the master's buffers, such as the scale of an embedding
             self.model = copy.deepcopy(self.master)
-        self.loss = loss_at(case.loss) if case.loss else None
+        self.loss = loss_at(case.objective.path) if case.objective.is_own else None
         self.layout, self.facts = layout, adapted(plan.facts, case.adapter) if plan is not None else None
         self.reductions = Reductions(self.master, {})  # of the current batch
         self.scales = put_matmuls(self.model, plan) if plan else []
@@ -112,9 +112,9 @@ class ReferenceRun:
     def run(self, inputs: list[str]) -> "ReferenceRun":
         """Compute everything, in order. `inputs`: modules whose input is kept as well."""
         self._keep("weight", trained(self.master))
-        if self.case.objective == "distill":
+        if self.case.objective.name == "distill":
             self._distillation()
-        elif self.case.objective not in ("sft", "python"):
+        elif self.case.objective.has_answers:
             self._preference()
         for linear in self.scales:
             linear.now.clear()  # the objective's passes are no step
