@@ -105,10 +105,6 @@ def listed(what: str, numbers: Iterable[int]) -> str:
     return f"{what}{'s' if len(given) > 1 else ''} {text.listed(given, 8)}" if given else ""
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
-    return listed("rank", ranks)
-
-
 # Elements hashed at a time: bounded by memory on a GPU, by a core's cache on a CPU, where 2**20 take five to twenty
 # times as long.
 PIECE, PIECE_OF_CPU = 2**20, 2**15
@@ -175,7 +171,7 @@ def _against(by_rank: Mapping[int, tuple[list[int], int]]) -> str:
     ordered = sorted((copies, value, rank) for rank, (copies, value) in by_rank.items())
     for _, of_copies in groupby(ordered, key=lambda pair: pair[0]):
         camps = [[rank for *_, rank in camp] for _, camp in groupby(of_copies, key=lambda pair: pair[1])]
-        texts.append(" against ".join(ranks_text(camp) for camp in sorted(camps)))
+        texts.append(" against ".join(listed("rank", camp) for camp in sorted(camps)))
     return ", ".join(texts)
 
 
@@ -426,7 +422,7 @@ def _misread(
     ]
     misreaders = tuple(sorted({rank for ranks in found.values() for rank in ranks}))
     return [
-        *(Finding("ledger", ranks_text(ranks), text, tuple(ranks)) for text, ranks in found.items()),
+        *(Finding("ledger", listed("rank", ranks), text, tuple(ranks)) for text, ranks in found.items()),
         *(Finding("ledger", where, f"read {how}", misreaders) for where, how in by_row if where),
     ]
 
