@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from fivefold.launch.cpu import tune
+from fivefold.launch.world import tune
 from fivefold.ops import cpu_attention
 from fivefold.torch_internals import cpu_attention_backward, cpu_attention_forward
 

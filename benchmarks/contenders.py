@@ -22,8 +22,7 @@ import torch
 import compact_loop
 import plain_loop
 from common import LEARNING_RATE, OPTIONS, SEED, SHAPES, Clock, best_gflops, micro_batch, plain_model
-from fivefold.launch.cpu import tune
-from fivefold.launch.world import alone, find_world, join, threads_per_worker
+from fivefold.launch.world import alone, find_world, join, threads_per_worker, tune
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs

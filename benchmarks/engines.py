@@ -24,8 +24,7 @@ from fivefold.parallel.memory import layer_bytes
 from fivefold.parallel.placement import stage_plan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.policy import budget_bytes
-from fivefold.planner.budget import Parts
-from fivefold.planner.estimate import Estimate, Step, Workload, resolved
+from fivefold.planner.estimate import Estimate, Parts, Step, Workload, resolved
 from fivefold.planner.parts import ITEMS, Content, Prices, Seconds, Shards
 from fivefold.planner.price import AXES, Forward, PriceList, Pricing, of_passes
 from fivefold.planner.rank_memory import GATHERED, SAVED, WAITING, all_units, in_flight_bytes, state_bytes

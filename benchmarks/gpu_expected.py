@@ -15,7 +15,7 @@ from fivefold.parallel.layout import Layout
 from fivefold.planner.estimate import Estimate, Workload, estimate
 from fivefold.planner.of_run import cluster_of
 from fivefold.planner.price import AXES, PriceList
-from fivefold.rehearsal.expected import ExpectedStep, ms, or_why
+from fivefold.rehearsal.report import ExpectedStep, ms, or_why
 from fivefold.rehearsal.request import Phase, Seen
 
 TINY = {

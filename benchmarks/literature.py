@@ -24,7 +24,7 @@ from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.layout import Layout
 from fivefold.planner.estimate import Step, Workload
-from fivefold.planner.inverse import longest_sequence
+from fivefold.planner.explain import longest_sequence
 from fivefold.planner.plan import price_list
 
 PICTURES = Path(__file__).parents[1] / "docs" / "evidence" / "literature"

@@ -28,7 +28,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.units import GIB
 from fivefold.parallel.layout import Layout
 from fivefold.planner.estimate import Estimate, Workload
-from fivefold.planner.inverse import longest_sequence
+from fivefold.planner.explain import longest_sequence
 from fivefold.planner.search import search
 
 RESULTS = Path(__file__).parent / "results" / "long_sequences.json"

@@ -29,10 +29,10 @@ from benchmarks import engines
 from fivefold.core.errors import UserError
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.layout import Layout
-from fivefold.planner.doubt import Interval, step_interval
 from fivefold.planner.estimate import Estimate, Step, Workload
 from fivefold.planner.plan import Model, as_layout, as_workload, price_list
 from fivefold.planner.rank_memory import OUTSIDE
+from fivefold.planner.timing import Interval, step_interval
 
 Vector = NDArray[np.float64]
 RESULT = Path(__file__).parent / "results" / "planner_accuracy.json"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fivefold import torch_internals
-from fivefold.launch import cpu
+from fivefold.launch import world
 
 
 def in_a_process(code: str) -> str:
@@ -110,10 +110,10 @@ def test_it_serves_where_mkl_takes_half_of_the_cpu(monkeypatch: pytest.MonkeyPat
         ("AuthenticAMD", 26, "AVX2", False),
     ):
         said = f"processor\t: 0\nvendor_id\t: {maker}\ncpu family\t: {family}\n"
-        monkeypatch.setattr(cpu, "cpuinfo", lambda said=said: said)
+        monkeypatch.setattr(world, "cpuinfo", lambda said=said: said)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-        assert cpu.mkl_is_slow() is is_slow
+        assert world.mkl_is_slow() is is_slow
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from fivefold.core.errors import UserError
-from fivefold.report.table import Report, write, write_with_page
+from fivefold.report.findings import Report, write
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def test_files_are_written_though_nobody_reads_on(tmp_path: Path, monkeypatch: p
     with os.fdopen(writer, "w") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
         with pytest.raises(SystemExit):
-            write_with_page(REPORT, json=str(tmp_path / "report.json"), html=str(tmp_path / "report.html"))
+            write(REPORT, json=str(tmp_path / "report.json"), html=str(tmp_path / "report.html"))
     assert json.loads((tmp_path / "report.json").read_text())["ok"] is False
     assert "pp2" in (tmp_path / "report.html").read_text()
 
@@ -56,7 +56,7 @@ def test_a_report_is_shown_though_its_file_cannot_be_written(
 ) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write"):
-        write_with_page(REPORT, **{"json": None, "html": None, kind: str(tmp_path / "file" / "report")})
+        write(REPORT, **{"json": None, "html": None, kind: str(tmp_path / "file" / "report")})
     assert "a title" in capsys.readouterr().out
 
 

@@ -10,9 +10,10 @@ from rich.console import Console
 
 from fivefold.cli import main
 from fivefold.core.errors import UserError
+from fivefold.core.files import put
 from fivefold.core.text import any_layer, listed, shortened, shown
 from fivefold.generation.run import to_screen
-from fivefold.report.table import Report
+from fivefold.report.findings import Report
 from fivefold.training.display import open_display
 from fivefold.training.launch import preparing
 from fivefold.verification.report import report_of
@@ -164,11 +165,9 @@ def test_another_rank_that_ended_is_no_bug(
 
 
 def test_pages_and_exports_that_cannot_be_written_are_the_users(tmp_path: Path) -> None:
-    from fivefold.report.render import write
-
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write") as caught:
-        write("<html>", tmp_path / "file" / "page.html", instead="name another file: --out FILE")
+        put(tmp_path / "file" / "page.html", b"<html>", instead="name another file: --out FILE")
     assert caught.value.exit_code == 2 and "--out FILE" in str(caught.value.fix)
 
 

@@ -17,10 +17,10 @@ from fivefold.core import history
 from fivefold.core.errors import UserError
 from fivefold.hardware.cluster import Cluster, to_toml
 from fivefold.parallel.layout import Layout
-from fivefold.planner.doubt import ITEMS
 from fivefold.planner.estimate import Estimate, Workload, estimate
 from fivefold.planner.of_run import cluster_of
 from fivefold.planner.price import PriceList
+from fivefold.planner.timing import OF_TERMS
 from tests.commands import fivefold
 from tests.planner.settings import facts
 
@@ -130,7 +130,7 @@ def test_what_a_run_measured_is_of_its_newest_start(tmp_path: Path) -> None:
 
 def test_every_item_of_time_is_a_term_or_follows_from_them() -> None:
     items = {row.item for row in planned(Cluster.parse("8xA100-80")).rows if row.part == "time"}
-    assert items - {"bubble"} <= {item for those in ITEMS.values() for item in those}
+    assert items - {"bubble"} <= {item for those in OF_TERMS.values() for item in those}
 
 
 @pytest.mark.full

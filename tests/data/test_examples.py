@@ -19,9 +19,8 @@ from tokenizers.decoders import ByteLevel
 
 from fivefold import cli
 from fivefold.core.errors import UserError
-from fivefold.core.time_limit import within
 from fivefold.data import IGNORE, PreparedData, chat, formats, prepare, shown, store, units
-from fivefold.data.chat import CHATML, ChatTemplate
+from fivefold.data.chat import CHATML, ChatTemplate, within
 from fivefold.data.examples import Example, Rated, Text, beside_others
 from fivefold.data.examples import chat as chat_example
 from fivefold.data.records import Records, example_of

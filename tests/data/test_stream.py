@@ -17,8 +17,7 @@ from fivefold.config import check_supported
 from fivefold.core import cache
 from fivefold.core.errors import UserError
 from fivefold.data import IGNORE, PreparedData, ahead, prepare, stream, units
-from fivefold.data.ahead import prepare_ahead
-from fivefold.data.fill import OpenWindows, fill
+from fivefold.data.ahead import OpenWindows, fill, prepare_ahead
 from fivefold.data.store import TokenStore
 from fivefold.data.stream import StreamedRows
 from tests.data.helpers import config_for, random_texts, segments, write_jsonl

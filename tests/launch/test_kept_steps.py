@@ -19,9 +19,8 @@ from fivefold.core.errors import RunFailed
 from fivefold.core.kept_steps import KeptStep, MemoryOfNode, newest_kept
 from fivefold.launch import processes
 from fivefold.launch.failure import Suspected, WorkerDied, leave_failure
-from fivefold.launch.kept import ENDING, Memory
 from fivefold.launch.meeting import _store_has_ended
-from fivefold.launch.memory import Pressure
+from fivefold.launch.memory import ENDING, Memory, Pressure
 from fivefold.launch.nodes import Member
 from fivefold.launch.workers import GONE, NodesChanged, OtherNodes, _first_failure, start_workers
 from fivefold.launch.world import NodeRanks

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.core.best import Best
-from fivefold.launch.kept import ENDING
+from fivefold.launch.memory import ENDING
 from fivefold.training.keeping import HeldStep, LastStep
 
 CUT_OFF = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:29500")

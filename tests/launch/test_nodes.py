@@ -29,7 +29,7 @@ from fivefold.core.units import parse_nodes
 from fivefold.launch import nodes as launch_nodes
 from fivefold.launch.failure import Suspected, WorkerDied
 from fivefold.launch.folder import FolderLock, held
-from fivefold.launch.kept import Memory
+from fivefold.launch.memory import Memory
 from fivefold.launch.nodes import (
     HEARTBEAT,
     MISSED,

@@ -9,11 +9,11 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.layout import Layout
 from fivefold.planner import price
-from fivefold.planner.doubt import DOUBTS, ITEMS, memory_interval, step_interval
 from fivefold.planner.estimate import Workload, estimate
 from fivefold.planner.explain import USEFUL, binds, cures, neighbours, slower_by, tied
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import MATMULS
+from fivefold.planner.timing import DOUBTS, OF_TERMS, memory_interval, step_interval
 from tests.planner.settings import prices, with_memory
 
 WORKLOAD = Workload(8192, 16)
@@ -51,8 +51,8 @@ def test_what_is_taken_lies_nearer_below_than_above() -> None:
 
 def test_every_item_of_a_slot_is_as_unsure_as_its_term() -> None:
     """Also those that few layouts have, such as ep."""
-    items = [item for own in ITEMS.values() for item in own]
-    assert set(price.ITEMS) < set(items) and len(items) == len(set(items)) and set(ITEMS) == set(DOUBTS)
+    items = [item for own in OF_TERMS.values() for item in own]
+    assert set(price.OF_TERMS) < set(items) and len(items) == len(set(items)) and set(OF_TERMS) == set(DOUBTS)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from fivefold.core.errors import UserError
 from fivefold.parallel.layout import Layout
 from fivefold.planner.estimate import TIGHT, Step, Workload
-from fivefold.planner.inverse import STEP, cost_per_million_tokens, fewest_devices, leanest, longest_sequence
+from fivefold.planner.explain import STEP, cost_per_million_tokens, fewest_devices, leanest, longest_sequence
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import search
 from tests.planner.settings import prices, with_memory

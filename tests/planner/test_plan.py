@@ -18,8 +18,7 @@ from fivefold.planner.estimate import Item, Workload
 from fivefold.planner.plan import run_file
 from fivefold.planner.rank_memory import MATMULS, OUTSIDE
 from fivefold.planner.report import PlanReport
-from fivefold.report.findings import On
-from fivefold.report.render import to_html
+from fivefold.report.findings import On, to_html
 from tests.report.html import asks_for_nothing
 
 WORKLOAD = {"seq_length": 2048, "global_batch_size": 16}

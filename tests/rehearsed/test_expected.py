@@ -12,11 +12,10 @@ from fivefold.core.errors import UserError
 from fivefold.hardware.cluster import Cluster
 from fivefold.planner.estimate import Estimate, Workload
 from fivefold.planner.plan import estimate
-from fivefold.rehearsal.expected import ExpectedStep, ms, or_why
 from fivefold.rehearsal.launch import _planned
-from fivefold.rehearsal.report import Rehearsal
+from fivefold.rehearsal.report import ExpectedStep, Rehearsal, ms, or_why
 from fivefold.rehearsal.request import OutOfMemory, Phase, Seen, Sent
-from fivefold.report.render import to_html
+from fivefold.report.findings import to_html
 
 CLUSTER, LAUNCH = Cluster.parse("8xH100"), 7e-6  # seconds of one launch, of the file of H100
 PLANNED = estimate("llama-3.2-1b", CLUSTER, Workload(8192, 16), "shard4.tp2")

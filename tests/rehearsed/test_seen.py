@@ -11,16 +11,16 @@ import pytest
 from pydantic import TypeAdapter
 from rich.console import Console
 
+from fivefold.core.files import put
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.layout import Layout
 from fivefold.rehearsal.launch import kinds
-from fivefold.rehearsal.memory import Running, items, made_by, peak_of
 from fivefold.rehearsal.report import TIGHT, Rehearsal
 from fivefold.rehearsal.request import Item, OutOfMemory, Phase, Recompile, RehearsalRequest, Seen, Sent, Sync
 from fivefold.rehearsal.stand_in import Lack
 from fivefold.rehearsal.stream_order import COLLECTIVE, KINDS, LAUNCH, RECORD, WAIT, Entry, Group, issued
-from fivefold.rehearsal.watch import Watch, line_of
-from fivefold.report.render import to_html, write
+from fivefold.rehearsal.watch import Running, Watch, items, line_of, made_by, peak_of
+from fivefold.report.findings import to_html
 from fivefold.training.memory import asked_bytes
 
 GIB, GROUPS = 2**30, {7: Group("tp", 4), 8: Group("cp", 1), 9: Group("ep", 2)}
@@ -334,7 +334,7 @@ def test_a_page_goes_into_a_pipe_and_does_not_replace_it(tmp_path: Path) -> None
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        write("a page", pipe, instead="")
+        put(pipe, b"a page", instead="")
         assert os.read(reader, 99) == b"a page"
     finally:
         os.close(reader)
@@ -343,7 +343,7 @@ def test_a_page_goes_into_a_pipe_and_does_not_replace_it(tmp_path: Path) -> None
 
 def test_a_page_is_written_where_a_link_points(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "page.html")
-    write("a page", tmp_path / "link", instead="")
+    put(tmp_path / "link", b"a page", instead="")
     assert (tmp_path / "page.html").read_text() == "a page" and (tmp_path / "link").is_symlink()
 
 

@@ -3,12 +3,11 @@
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from fivefold.report.render import to_html, write_page
+from fivefold.report.findings import to_html
 from fivefold.report.slices import EXPLAINED, SMALLEST, ranks_text, slice_map
 from fivefold.verification import ranks
 from fivefold.verification.report import VerifyReport, headline, heat, report_of
@@ -95,10 +94,8 @@ def page(report: VerifyReport) -> str:
     return to_html(report.findings())
 
 
-def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "made" / "page.html"
-    write_page(report(right(), wrong()).findings(), str(file))
-    asks_for_nothing(file.read_text(encoding="utf-8"))
+def test_the_page_is_one_file_that_asks_for_nothing() -> None:
+    asks_for_nothing(page(report(right(), wrong())))
 
 
 def test_verdicts_and_the_first_difference() -> None:

@@ -18,7 +18,7 @@ from fivefold.launch.once import run_once
 from fivefold.launch.workers import gpus
 from fivefold.launch.world import cores, device_kind, find_world
 from fivefold.parallel.layout import Layout
-from fivefold.report.table import Report
+from fivefold.report.findings import Report
 
 NOISY = 0.5  # above this median error, other work has disturbed the measurement: 0.1 to 0.3 are usual
 MEASURE = "fivefold.calibration.probes"

@@ -20,17 +20,17 @@ from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
 from fivefold.hardware.cluster import Cluster, to_toml
 from fivefold.parallel.layout import Layout
-from fivefold.planner import doubt
-from fivefold.planner.doubt import LIKELY, terms
+from fivefold.planner import timing
 from fivefold.planner.estimate import Estimate, estimate
 from fivefold.planner.of_run import cluster_of, facts_of_run, vocabulary_of, workload_of
 from fivefold.planner.price import PriceList
-from fivefold.report.table import Report
+from fivefold.planner.timing import LIKELY, terms
+from fivefold.report.findings import Report
 
 Table = dict[str, Any]
 
 # The doubt of each term. A user's network is less certain than those of clusters with published measurements.
-DOUBTS = {**doubt.DOUBTS, "links": 0.4}
+DOUBTS = {**timing.DOUBTS, "links": 0.4}
 LEAST_NOISE = 0.02  # of a run's median step, as a doubt
 ROUNDS = 5  # of fitting: prices are only nearly sums of their terms
 STEP = "perf/step_seconds"

@@ -74,7 +74,7 @@ def plan(
     from fivefold.hardware.cluster import Cluster
     from fivefold.planner import plan
     from fivefold.planner.estimate import Workload
-    from fivefold.report.table import write_with_page
+    from fivefold.report.findings import write
 
     rows = global_batch_size or 4 * Cluster.parse(cluster).world
     try:
@@ -100,7 +100,7 @@ def plan(
         wrote = f"wrote {write_to} with {report.rows[0].layout}: {plan.to_add(model)}; then fivefold train {write_to}"
         lines = filter(None, (wrote, plan.without_weights(model, write_to)))
         report = replace(report, closing="\n".join((report.closing, *lines)))
-    write_with_page(report, json=json, html=html)
+    write(report, json=json, html=html)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -139,11 +139,11 @@ def verify(
     path, overrides = split_arguments(arguments or [])
     from dataclasses import replace
 
-    from fivefold.report.table import write_with_page
+    from fivefold.report.findings import write
     from fivefold.verification import main
 
     def publish(report: "VerifyReport") -> None:
-        write_with_page(replace(report, shows_all=rows), json=json, html=html)
+        write(replace(report, shows_all=rows), json=json, html=html)
 
     report = main(
         path, overrides, layouts=[text.strip() for text in layouts.split(",") if text.strip()], thin=thin, quick=quick,
@@ -191,13 +191,13 @@ def rehearse(
         raise UserError("--rank and --ranks exclude each other", fix="leave one of them out")
     path, overrides = split_arguments(arguments or [])
     from fivefold.rehearsal.launch import rehearse
-    from fivefold.report.table import write_with_page
+    from fivefold.report.findings import write
 
     found = rehearse(
         path, overrides, cluster=cluster, rank=rank, all_kinds=ranks is not None, steps=steps, synthetic=synthetic,
         quiet=not debug,
     )  # fmt: skip
-    write_with_page(found, json=json, html=html)
+    write(found, json=json, html=html)
     if not found.ok:
         raise typer.Exit(1)
 
@@ -238,13 +238,13 @@ def compare(
     """
     from fivefold.comparison import Request, main
     from fivefold.comparison.configurations import words
-    from fivefold.report.table import write_with_page
+    from fivefold.report.findings import write
 
     given = arguments or []
     files = [word for word in given if "=" not in word or Path(word).exists()]
 
     def publish(report: "CompareReport") -> None:
-        write_with_page(report, json=json, html=html)
+        write(report, json=json, html=html)
 
     request = Request(
         paths=[Path(file) for file in files], overrides=[word for word in given if word not in files],

@@ -10,7 +10,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.files import put
 
 if TYPE_CHECKING:
-    from fivefold.report.table import Report
+    from fivefold.report.findings import Report
 
 
 def calibrate(
@@ -46,7 +46,7 @@ def calibrate(
     Example: srun fivefold calibrate --nodes --write cluster.toml
     Example: fivefold calibrate --from runs/demo --cluster mine.toml --write mine.toml
     """
-    from fivefold.report.table import Report, write
+    from fivefold.report.findings import Report, write
 
     report: Report[Any]
     if run is not None:
@@ -106,7 +106,7 @@ def doctor(
     Example: fivefold doctor llama-3.1-8b --layout shard4.tp2 --rank 5
     Example: srun fivefold doctor --nodes --file run.yaml
     """
-    from fivefold.report.table import write
+    from fivefold.report.findings import write
 
     if nodes:
         if model is not None:

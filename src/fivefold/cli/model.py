@@ -146,7 +146,7 @@ def evaluate(
     """
     from fivefold.evaluation.report import EvaluateReport
     from fivefold.launch.once import run_once
-    from fivefold.report.table import write
+    from fivefold.report.findings import write
 
     names = tuple(name.strip() for listed in tasks or () for name in listed.split(",") if name.strip())
     request = EvaluateRequest(

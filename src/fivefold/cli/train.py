@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fivefold.config import RunConfig
     from fivefold.data.ahead import Ahead
     from fivefold.data.shown import DataReport
-    from fivefold.report.table import Report
+    from fivefold.report.findings import Report
 
 _COLUMNS = 80  # width of the list of keys
 
@@ -200,7 +200,7 @@ def data(
     """
     path, overrides = split_arguments(arguments or [])
     from fivefold.config import load_config
-    from fivefold.report.table import write
+    from fivefold.report.findings import write
 
     config = load_config(path, overrides)
     if prepare:
@@ -234,7 +234,7 @@ class _Line:
 def _prepared(config: "RunConfig", workers: int | None, shard: str | None) -> "Report[_Line]":
     """Tokenise ahead, and report it."""
     from fivefold.data.ahead import parse_shard, prepare_ahead
-    from fivefold.report.table import Report
+    from fivefold.report.findings import Report
     from fivefold.training.launch import preparing
 
     share = None if shard is None else parse_shard(shard)

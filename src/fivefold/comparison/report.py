@@ -23,8 +23,7 @@ from fivefold.core.system import versions
 from fivefold.core.text import listed
 from fivefold.core.units import human, many
 from fivefold.report import curves
-from fivefold.report.findings import Cell, Column, Findings, Notes, On, Plot, Row, Section, Table
-from fivefold.report.table import Report
+from fivefold.report.findings import Cell, Column, Findings, Notes, On, Plot, Report, Row, Section, Table
 
 NONE, BASE = "-", "base"
 PARTS_OF_NAMES = "+,=._-/ "  # a long name is wrapped before one of these

@@ -2,7 +2,7 @@
 
 When a node is gone, workers of the others still hold the step that they have done last. Each writes what it holds to a
 folder of its node's memory (`checkpoint/kept.py`), as the parts of a checkpoint, before it ends. The launchers tell
-each other what is there (`launch/kept.py`): if together they have every part, the next round goes on from it.
+each other what is there (`launch/memory.py`): if together they have every part, the next round goes on from it.
 
     /dev/shm/fivefold-memory-XXXX/      private, of one launcher, removed when it ends
       round-000007/                     of one round of nodes

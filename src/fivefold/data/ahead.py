@@ -4,23 +4,27 @@ Every process takes units of the sources (`data.units`). The run finds their tok
 the sources itself.
 """
 
+import json
 import multiprocessing
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Condition, Thread
 from typing import Any
 
-from fivefold.config import RunConfig
+from fivefold.config import RunConfig, parse_config
 from fivefold.core.cache import Progress, cache_root, say_aloud
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.data.prepare import PreparedData, inputs, prepare
 from fivefold.data.store import Say, check_settings, content_key, store_folder
+from fivefold.data.stream import UnitOrder
 from fivefold.data.units import TextUnits, shares
 
 _MORE = "fivefold docs howto/data, 'Prepare ahead'"
@@ -189,3 +193,59 @@ def _serve(asked: Any, sources: Sequence[TextUnits]) -> None:
             except Exception as error:
                 failed = error
             asked.send(failed)
+
+
+# ---- the process that tokenises ahead of a trainer (`data.streaming`), one a machine ---------------------------------
+#
+# `python -m fivefold.data.ahead`: its first line of input is the run file and the folder of the cache; then comes the
+# number of each window that the trainer opens. It ends with its input, and so with the trainer.
+
+_AHEAD = 2  # windows tokenised beyond the one that was opened last
+
+
+class OpenWindows:
+    """The last window that the trainer opened, as its lines come in."""
+
+    def __init__(self) -> None:
+        self.number, self._changed = 0, Condition()
+        Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        for line in sys.stdin:
+            with self._changed:
+                self.number = max(self.number, int(line))
+                self._changed.notify_all()
+        os._exit(0)
+
+    def wait_for(self, number: int) -> None:
+        """Wait until window `number` is near enough."""
+        with self._changed:
+            self._changed.wait_for(lambda: number <= self.number + _AHEAD)
+
+
+def main() -> None:
+    """Tokenise the windows that come, until all units are done."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a core beside the trainer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides
+    request = json.loads(sys.stdin.readline())
+    opened, config, root = OpenWindows(), parse_config(request["config"]), Path(request["cache"])
+    with suppress(UserError):  # the trainer comes to the same unit, and reports it
+        train, _, tokenizer = inputs(config, root)
+        sources = tuple(TextUnits.begin(files, tokenizer, root, streamed=True) for files in train)
+        fill(UnitOrder(sources, config.train.seed), opened)
+
+
+def fill(order: UnitOrder, opened: OpenWindows) -> None:
+    """Tokenise window after window, except those that the trainer has passed, until no unit is left."""
+    number, left = 0, set(order.units)
+    while left:
+        opened.wait_for(number)
+        number = max(number, opened.number)
+        for source, unit in order.window(number):
+            order.sources[source].tokenise(unit)
+            left.discard((source, unit))
+        number += 1
+
+
+if __name__ == "__main__":
+    main()

@@ -216,7 +216,7 @@ class StreamedRows(RowSource):
     @contextmanager
     def filling(self) -> Iterator[None]:
         # A command of its own, in place of a process of `multiprocessing`, which would run the user's script again.
-        command = [sys.executable, "-P", "-m", "fivefold.data.fill"]
+        command = [sys.executable, "-P", "-m", "fivefold.data.ahead"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0) as process:
             self._filler = process.stdin
             self._tell_filler(json.dumps({"config": self._config.to_yaml(), "cache": str(self._root)}))

@@ -25,7 +25,7 @@ from fivefold.core.system import cpuinfo
 from fivefold.core.units import GIB
 from fivefold.launch.memory import room
 from fivefold.launch.world import cores
-from fivefold.report.table import Report
+from fivefold.report.findings import Report
 
 State = Literal["ok", "help", "missing", "failed"]
 MIN_PYTHON = (3, 11)
@@ -192,7 +192,7 @@ def _gpu_kernels() -> Iterator[Finding]:
 def _kernels() -> Iterator[Finding]:
     """Implementations of products, attention and collectives on the CPU."""
     try:
-        from fivefold.launch.cpu import mkl_is_slow
+        from fivefold.launch.world import mkl_is_slow
         from fivefold.ops import cpu_attention
         from fivefold.parallel import shared_memory
 

@@ -22,7 +22,7 @@ from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import Edit, ParallelPlan
 from fivefold.parallel.recompute.budget import within_budget
-from fivefold.report.table import Report
+from fivefold.report.findings import Report
 
 if TYPE_CHECKING:
     from rich.console import Console

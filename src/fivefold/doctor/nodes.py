@@ -23,7 +23,7 @@ from fivefold.parallel.collectives import Call
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import RankGrid
 from fivefold.planner.timing import collective_seconds
-from fivefold.report.table import Report
+from fivefold.report.findings import Report
 
 SLOW = 1.5  # times the others' time, of work on a rank alone
 SLOW_LINK = 2.0  # of what goes over a link

@@ -26,9 +26,8 @@ from fivefold.launch.failure import (
     put_aside,
     room_for_failures,
 )
-from fivefold.launch.kept import ENDING
 from fivefold.launch.meeting import OthersGone
-from fivefold.launch.memory import Pressure, room
+from fivefold.launch.memory import ENDING, Pressure, room
 from fivefold.launch.processes import Awaits, Workers, private_folder
 from fivefold.launch.watch import Watch
 from fivefold.launch.worker import CLOSED, INTERRUPTED, TERMINATED

@@ -22,9 +22,8 @@ from fivefold.parallel.experts.keys import ExpertKeys
 from fivefold.parallel.features import limits_of
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import RankGrid
-from fivefold.parallel.recompute.policy import budget_bytes
-from fivefold.planner.budget import Parts, under_budget
-from fivefold.planner.doubt import Interval, memory_interval, step_interval
+from fivefold.parallel.recompute.budget import mode_choices
+from fivefold.parallel.recompute.policy import MODES, Recompute, budget_bytes, fit_recompute_budget
 from fivefold.planner.flow import Gathers, StagesInFlight, gathers, schedule_plan, span, stages_in_flight
 from fivefold.planner.parts import (
     ITEMS,
@@ -65,7 +64,65 @@ from fivefold.planner.sums import (
     passes,
     transfer_seconds,
 )
-from fivefold.planner.timing import Traits, host_seconds, traffic_seconds
+from fivefold.planner.timing import Interval, Traits, host_seconds, memory_interval, step_interval, traffic_seconds
+
+# ---- recompute budgets -----------------------------------------------------------------------------------------------
+# Prices are per kind of layer. Under a budget, layers of one kind may have different recompute modes. So each kind is
+# priced under every mode, and each pair counts as a kind. The plan itself decides the mode of a layer
+# (`parallel/recompute/policy.py`), from the bytes and the work of each mode (`parallel/recompute/budget.py`).
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Parts that a step adds up. `prices`, `shards` and the columns of `stages` have one entry for each kind of layer;
+    under a budget, for all kinds under `none`, then `selective`, then `full`. `spent`: how each pipeline rank spends a
+    budget."""
+
+    prices: Prices
+    shards: Shards
+    stages: Stages
+    spent: tuple[Recompute, ...] = ()
+
+
+def under_budget(price_list: PriceList, layout: Layout, tokens: int, stages: Stages, in_flight: Numbers) -> Parts:
+    """Build the parts of a layout with a budget. `tokens`: of a row, padded. `in_flight`: for each stage, the most
+    micro batches between forward and backward. Raises `UserError` if full recompute keeps more than the budget."""
+    of_modes = [price_list.of(replace(layout, recompute=mode), tokens) for mode in MODES]
+    first, counts = of_modes[0], in_flight.astype(int).tolist()
+    costs = zip(first.plan.anatomy.layers, price_list.short.layer_costs, strict=True)
+    choices = [mode_choices(first.plan, layer, cost, first.shape) for layer, cost in costs]
+    splits, of_stage = price_list.splits(layout), stages.own.tolist()
+    names = price_list.facts.anatomy.layers
+    found = tuple(
+        fit_recompute_budget(
+            layout.recompute,
+            {
+                names[layer]: {
+                    mode: choice.in_flight(counts[stage]) for mode, choice in choices[price_list.kinds[layer]].items()
+                }
+                for stage in own
+                for layer in range(*splits[stage])
+            },
+        )
+        for own in of_stage
+    )
+    by_layer = {layer: mode for budget in found for layer, mode in budget.by_layer.items()}
+    layers = np.zeros((len(splits), len(MODES) * len(choices) + 2))
+    layers[:, -2:] = stages.layers[:, -2:]
+    for stage, (start, end) in enumerate(splits):
+        for layer in range(start, end):
+            layers[stage, MODES.index(by_layer[names[layer]]) * len(choices) + price_list.kinds[layer]] += 1
+    shards = price_list.shards(layout)
+    edges = first if set(by_layer.values()) == {"none"} else of_modes[-1]  # what a pipeline holds between stages
+    return Parts(
+        replace(edges, layers=tuple(layer for prices in of_modes for layer in prices.layers)),
+        replace(shards, layers=shards.layers * len(MODES)),
+        replace(stages, layers=layers),
+        found,
+    )
+
+
+# ---- the step --------------------------------------------------------------------------------------------------------
 
 TIGHT = 0.94  # of a device's memory: above it the allocator starts to free and reallocate (planner facts, PyTorch FSDP)
 MOST_TOKENS, MOST_ROWS = 2**27, 2**24  # per row, and per step: far above any run

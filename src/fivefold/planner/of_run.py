@@ -2,7 +2,7 @@
 out of memory. No torch if the model's facts are known.
 
 Remedies are changes to the keys of a run file. They come from the planner that chooses layouts: the nearest layouts
-that fit (`explain.py`), the longest rows (`inverse.py`). If a run needed more than was planned for it, changes must fit
+that fit, the longest rows (`explain.py`). If a run needed more than was planned for it, changes must fit
 by as much more.
 """
 
@@ -24,8 +24,7 @@ from fivefold.parallel.layout import KEYS, RESTS, Layout
 from fivefold.parallel.memory import BETWEEN_STEPS, REST
 from fivefold.parallel.recompute.policy import budget_bytes
 from fivefold.planner.estimate import Estimate, Step, Workload, estimate
-from fivefold.planner.explain import MOST_CURES, cures, too_large
-from fivefold.planner.inverse import longest_sequence
+from fivefold.planner.explain import MOST_CURES, cures, longest_sequence, too_large
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import OUTSIDE
 from fivefold.planner.report import behind, faster, guessed, seconds_text

@@ -19,9 +19,15 @@ from fivefold.parallel.layout import DEGREES, Layout
 from fivefold.planner import report
 from fivefold.planner.estimate import Estimate, Step, Workload
 from fivefold.planner.estimate import estimate as estimate_layout
-from fivefold.planner.explain import cures, proposal, too_large
+from fivefold.planner.explain import (
+    cost_per_million_tokens,
+    cures,
+    fewest_devices,
+    longest_sequence,
+    proposal,
+    too_large,
+)
 from fivefold.planner.failures import failures
-from fivefold.planner.inverse import cost_per_million_tokens, fewest_devices, longest_sequence
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import SAVED
 from fivefold.planner.report import BEST

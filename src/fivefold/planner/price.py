@@ -394,7 +394,7 @@ class PriceList:
 
     def of(self, layout: Layout, tokens: int) -> Prices:
         """Prices of a micro batch under a layout, with rows of `tokens` tokens, padded. Recompute is a mode;
-        `budget.py` decides how a budget is spent. Raises `UserError` if the layout does not fit the model."""
+        `under_budget` decides how a budget is spent. Raises `UserError` if the layout does not fit the model."""
         key = work_layout(layout), tokens, layout.micro_batch_size, layout.recompute, self._gathers_again(layout)
         if key not in self._found:
             self._found[key] = self._price(*key)

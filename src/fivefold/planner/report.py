@@ -11,15 +11,14 @@ from fivefold.core.units import GIB, many
 from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.layout import Layout
-from fivefold.planner.doubt import Interval
 from fivefold.planner.estimate import Estimate, Item, Workload
 from fivefold.planner.explain import USEFUL, binds, slower_by, tied
 from fivefold.planner.failures import Failures, failure_sections
 from fivefold.planner.search import NEAR
+from fivefold.planner.timing import Interval
 from fivefold.report.curves import label, nice
 from fivefold.report.figures import BAR, LANE, WIDTH, Box, Figure, timeline
-from fivefold.report.findings import Cell, Column, Findings, Notes, On, Plot, Row, Section, Table
-from fivefold.report.table import Report
+from fivefold.report.findings import Cell, Column, Findings, Notes, On, Plot, Report, Row, Section, Table
 
 LINE = 24  # characters of the longest bar
 LAYOUT = 30  # characters of a layout in one line

@@ -26,8 +26,7 @@ from fivefold.planner.estimate import Estimate, estimate
 from fivefold.planner.of_run import chosen, facts_of_run, workload_of
 from fivefold.planner.price import PriceList
 from fivefold.rehearsal import stand_in
-from fivefold.rehearsal.expected import or_why
-from fivefold.rehearsal.report import Rehearsal
+from fivefold.rehearsal.report import Rehearsal, or_why
 from fivefold.rehearsal.request import RehearsalRequest, Seen
 
 STAGE = "fivefold.rehearsal.stage"

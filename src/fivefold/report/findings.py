@@ -1,13 +1,20 @@
 """The findings of a command, as one record: tables, facts, notes and drawings in sections.
 
-`to_text` shows it on a terminal, `render.to_html` as one HTML file. JSON is each report's own schema.
+`to_text` shows it on a terminal, `to_html` as one HTML file. JSON is each report's own schema.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import json as json_format
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
+from fivefold.core.files import put
+from fivefold.core.system import versions
 from fivefold.core.text import folded, shown
 
 if TYPE_CHECKING:
@@ -266,3 +273,122 @@ def _text(cell: Cell) -> "Text":
     from rich.text import Text  # as in `to_text`
 
     return Text(shown(cell.text), STYLES.get(cell.tone, ""))
+
+
+# ---- on a page, one self-contained HTML file -------------------------------------------------------------------------
+
+SCRIPT = Path(__file__).with_name("curves.js")
+
+
+def to_html(findings: Findings) -> str:
+    """Render as one HTML file."""
+    parts = (part for section in findings.shown_on(On.PAGE) for part in parts_of(section.parts))
+    plots = [part for part in parts if isinstance(part, Plot)]
+    maps = [plot.drawing for plot in plots if plot.kind == "SliceMap"]
+    has_curves = any(plot.kind == "Drawing" for plot in plots)
+    return render("findings.html.j2", maps, script=SCRIPT if has_curves else None, findings=findings, page=On.PAGE)
+
+
+def render(template: str, maps: Iterable[Any], *, script: Path | None = None, **values: Any) -> str:
+    """Render `template` with `values`; control characters are written out as on a terminal. `maps`: the slice maps on
+    the page. `script`: the only script that the page's policy allows, by its hash."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # not before a page is written
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("fivefold.report", "."),
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
+    )  # fmt: skip
+    environment.filters["pixels"] = lambda value: f"{value:.1f}".removesuffix(".0")
+    stripes = sorted({fill for slices in maps for fill in slices.fills if fill.startswith("ranks-")})
+    when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    text = script.read_text(encoding="utf-8") if script else ""
+    page = environment.get_template(template).render(
+        stripes=stripes,
+        versions=list(versions().items()),
+        when=when,
+        script=Markup(text),
+        policy=_policy(text),
+        **values,
+    )
+    return shown(page)
+
+
+def _policy(script: str) -> str:
+    """Security policy: nothing is fetched, and only `script` runs, if any."""
+    allowed = f"script-src 'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'; " if script else ""
+    return f"default-src 'none'; {allowed}style-src 'unsafe-inline'; img-src data:"
+
+
+# ---- reports of rows of one kind -------------------------------------------------------------------------------------
+
+Result = TypeVar("Result")  # a frozen dataclass, whose field names are the columns
+
+# Tones of cells that state a result.
+TONES = {"ok": "good", "help": "warn", "missing": "bad", "failed": "bad"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Generic[Result]):
+    """Report of a command: `title`, the rows in order, `ok` if the examined thing is fine, a closing sentence for
+    people, and `details`, which only JSON shows."""
+
+    title: str
+    rows: tuple[Result, ...]
+    ok: bool
+    closing: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the rows' fields."""
+        return tuple(column.name for column in fields(self.rows[0])) if self.rows else ()  # type: ignore[arg-type]
+
+    def to_json(self) -> str:
+        """One JSON object: title, ok, the rows as objects, and the details."""
+        rows = [asdict(row) for row in self.rows]  # type: ignore[call-overload]
+        values = {"title": self.title, "ok": self.ok, "rows": rows, **self.details}
+        return json_format.dumps(values, indent=2, ensure_ascii=False)
+
+    @property
+    def table(self) -> Table:
+        """Its rows as a table."""
+        values = [tuple(getattr(row, name) for name in self.columns) for row in self.rows]
+        return Table.of_texts(self.columns, values, TONES)
+
+    def findings(self) -> Findings:
+        """The table under its title, and the closing sentence."""
+        parts = (self.table, *((Notes([self.closing]),) if self.closing else ()))
+        return Findings(command=self.title, headline="", ok=self.ok, sections=[Section(parts, self.title)])
+
+    def show(self, console: "Console") -> None:
+        """Print for people."""
+        to_text(self.findings(), console)
+
+
+class Shown(Protocol):
+    """Results of a command; those with a page also have `findings()`."""
+
+    def to_json(self) -> str: ...
+    def show(self, console: "Console") -> None: ...
+
+
+def write(report: Shown, *, json: str | None, html: str | None = None) -> None:
+    """Show `report` on the terminal; `json` names a file to write as well, `-` prints JSON alone; `html` names a page.
+
+    The files are written first, because a closed pipe (`| head`) ends the command while it prints. The report is shown
+    even if a file cannot be written: it may be the result of hours.
+    """
+    try:
+        if json and json != "-":
+            put(Path(json), f"{report.to_json()}\n".encode(), instead="name another file: --json FILE")
+        if html:
+            page = to_html(report.findings())  # type: ignore[attr-defined]
+            put(Path(html), page.encode(), instead="name another file: --html FILE")
+    finally:
+        if json == "-":
+            print(report.to_json())
+        else:
+            from rich.console import Console
+
+            report.show(Console())

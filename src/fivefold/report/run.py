@@ -12,12 +12,13 @@ import yaml
 from fivefold.config import RunConfig, load_config
 from fivefold.core import history
 from fivefold.core.errors import UserError, first_line
+from fivefold.core.files import put
 from fivefold.core.json_lines import needed
 from fivefold.core.run_folder import is_run, runs, steps
 from fivefold.core.units import human, human_bytes
 from fivefold.report import curves, story
 from fivefold.report.figures import Figure, heat, timeline
-from fivefold.report.render import SCRIPT, render, write
+from fivefold.report.findings import SCRIPT, render
 from fivefold.report.slices import EXPLAINED, of_ranks, slice_map
 
 SAMPLES = 12  # the last ones, shown
@@ -46,7 +47,7 @@ def main(
         )
     planned = Planned.of(config, run, rows, expect)
     path = out or run / "report.html"
-    write(page(config, run, rows, planned), path, instead="name another file: --out FILE")
+    put(path, page(config, run, rows, planned).encode(), instead="name another file: --out FILE")
     for line in planned.lines if tell else ():
         tell(line)  # type: ignore[misc]
     return path

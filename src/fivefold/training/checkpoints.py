@@ -20,7 +20,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.kept_steps import MemoryOfNode
 from fivefold.data.prepare import PreparedData
 from fivefold.launch import rounds
-from fivefold.launch.kept import free_bytes
+from fivefold.launch.memory import free_bytes
 from fivefold.parallel import plain
 from fivefold.parallel.state import state_of
 from fivefold.training import schedule

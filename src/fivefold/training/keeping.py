@@ -18,7 +18,7 @@ import torch
 
 from fivefold.core.best import Best
 from fivefold.launch.failure import is_cut_off
-from fivefold.launch.kept import ENDING
+from fivefold.launch.memory import ENDING
 
 _PAUSE = 0.1  # seconds between two looks for the word of the launcher
 _PATIENCE = 2.0  # seconds for an update to end

@@ -27,8 +27,8 @@ from fivefold.data.prepare import PreparedData
 from fivefold.launch.events import Listener, following
 from fivefold.launch.failure import Suspected, WorkerDied, failures
 from fivefold.launch.folder import held, last_logged_step, last_saved_step, open_folder
-from fivefold.launch.kept import Memory
 from fivefold.launch.meeting import OthersGone
+from fivefold.launch.memory import Memory
 from fivefold.launch.model import check_model
 from fivefold.launch.nodes import Ended, Meeting, Member, Round, changed
 from fivefold.launch.processes import Workers, private_folder

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, field
 from fivefold.core.units import many
 from fivefold.report import curves
 from fivefold.report.figures import WIDTH, Box, Figure
-from fivefold.report.findings import Cell, Column, Facts, Findings, Fold, Notes, On, Plot, Row, Section, Table
+from fivefold.report.findings import Cell, Column, Facts, Findings, Fold, Notes, On, Plot, Report, Row, Section, Table
 from fivefold.report.slices import EXPLAINED, in_layer, slice_map
-from fivefold.report.table import Report
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.results import (
     CONTROL,
