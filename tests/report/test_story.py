@@ -17,16 +17,15 @@ from fivefold.report.story import duration, marks, moment, spans
 from tests.report.html import Reader, asks_for_nothing
 from tests.report.test_run import make_run, row
 
-DATA = {
-    "files": 2, "files_left_out": 1, "documents": 30, "tokens": 40_000, "seq_length": 256, "vocabulary": 2048,
-    "train": {"spans": 30, "split": 1, "without_target": 0, "rows": 90, "tokens": 20000, "targets": 1, "padding": 5000},
-    "validation": {"spans": 3, "split": 0, "without_target": 0, "rows": 9, "tokens": 500, "targets": 1, "padding": 0},
-    "validation_asked": True, "repeated": 0, "bos_added": 30,
-    "sources": [
-        {"path": "a.txt", "documents": 10, "tokens": 15_000, "weight": 1.0, "share": 0.75},
-        {"path": "b.txt", "documents": 20, "tokens": 5_000, "weight": 1.0, "share": 0.25},
-    ],
-}  # fmt: skip
+DATA = {"documents": 30, "tokens": 40_000, "vocabulary": 2048, "train": {"rows": 90, "tokens": 20000, "padding": 5000}}
+HEADER = [
+    ["data", "30 documents in 2 files, 40,000 tokens"],
+    ["", "train       90 rows of 256, 80.0% full"],
+    ["", "validation  9 rows of 256, 97.6% full; 2.4% of the tokens, 1% asked"],
+    ["", "source      a.txt: 10 documents, 15,000 tokens to train on, weight 1 = 75.0% of the tokens read"],
+    ["", "source      b.txt: 20 documents, 5,000 tokens to train on, weight 1 = 25.0% of the tokens read"],
+    ["", "note        3 pieces left out"],
+]
 
 
 def start(step: int, minute: int, layout: str = "shard2", **more: Any) -> dict[str, Any]:
@@ -34,7 +33,7 @@ def start(step: int, minute: int, layout: str = "shard2", **more: Any) -> dict[s
         "event": "start", "step": step, "time": f"2020-03-04T05:{minute:02}:00+01:00", "layout": layout, "world": 2,
         "versions": {"fivefold": "0.0.7", "torch": "1.2.3"}, "machine": {"host": "here", "system": "Linux"},
         "device": "ABACUS 3000", "schedule": {"name": "cosine", "total_steps": 30}, "data": DATA,
-        "header": [["run", "x"], ["", "note        3 pieces left out"]], **more,
+        "header": [["run", "x"], *HEADER, ["layout", layout], ["", "not of the data"]], **more,
     }  # fmt: skip
 
 
@@ -131,10 +130,11 @@ def test_the_data_is_told(run: Path) -> None:
     text = plain(main(run))
     data = text[text.index("<h2>Data</h2>") : text.index("<h2>Parameter sharding</h2>")]
     for said in (
-        "30 documents in 2 files, 40,000 tokens; 1 file left out", "90 rows of 256 tokens, 80.0 % full",
-        "2.4 % of the tokens (1 % asked)", "3.00 epochs", "bos added", "3 pieces left out", "a.txt", ">3.00<", "2,048",
+        "30 documents in 2 files, 40,000 tokens", "90 rows of 256, 80.0% full", "2.4% of the tokens, 1% asked",
+        "3.00 epochs", "3 pieces left out", "a.txt: 10 documents", "b.txt: 20 documents", "2,048",
     ):  # fmt: skip
         assert said in data, said
+    assert "not of the data" not in data
 
 
 def test_a_run_of_an_earlier_version_claims_nothing(tmp_path: Path) -> None:

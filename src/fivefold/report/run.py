@@ -131,7 +131,7 @@ def _page(config: RunConfig, run: Path, rows: Rows, past: history.History, plann
         headline=_headline(config, rows), facts=_facts(config, run, rows, spread, past, spans), slices=slices,
         curves=curves.draw(curves.panels(rows), marks, averaged=len(rows) > curves.POINTS), marks=marks,
         spans=spans, planned=planned,
-        data=story.data_facts(config, newest, seen), sources=story.sources(newest, seen), damaged=damaged,
+        data=story.data_facts(config, newest, seen), damaged=damaged,
         timelines=_timelines(spread.get("timeline", {})), heat=heat(rows), sent=_sent(spread.get("collectives", [])),
         changed=_changed(config), config=config.to_yaml(), samples=[_sample(row) for row in samples.rows[-SAMPLES:]],
     )  # fmt: skip

@@ -8,14 +8,9 @@ from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.core.history import Event, History, Start, changes
-from fivefold.core.units import many
 from fivefold.report.curves import Mark
 
 Rows = Sequence[Mapping[str, Any]]
-_KNOWN = {
-    "files", "files_left_out", "documents", "tokens", "seq_length", "train", "sources", "validation",
-    "validation_asked", "repeated", "vocabulary", "fraction",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -170,64 +165,29 @@ def took(history: History) -> str:
 
 
 def data_facts(config: RunConfig, about: Mapping[str, Any], tokens_seen: int) -> dict[str, str]:
-    """Describe the data of a run. `about`: the record of its newest start; unknown facts are left out."""
+    """The data of a run: what its newest start said of it (`about`: its record), and what was read since."""
     data = about.get("data") or {}
-    paths = ", ".join(source.path for source in config.data.train)
     vocabulary = f", {data['vocabulary']:,} tokens" if data.get("vocabulary") else ""
-    facts = {"sources": paths, "tokenizer": f"{config.tokenizer.name_or_path}{vocabulary}"}
-    if "documents" in data:
-        left_out = f"; {many(data['files_left_out'], 'file')} left out" if data.get("files_left_out") else ""
-        facts["read"] = (
-            f"{many(data['documents'], 'document')} in {many(data['files'], 'file')}, "
-            f"{many(data['tokens'], 'token')}{left_out}"
-        )
+    facts = {
+        "sources": ", ".join(source.path for source in config.data.train),
+        "tokenizer": f"{config.tokenizer.name_or_path}{vocabulary}",
+    }
+    for line in (*_said(about), *(f"note  {line}" for line in data.get("answers_alone") or ())):
+        name, _, text = line.partition("  ")
+        name, text = (name, text.strip()) if text else ("read", name)
+        facts[name] = f"{facts[name]}; {text}" if name in facts else text
     if train := data.get("train"):
-        facts["training rows"] = _rows(train, config.data.seq_length)
-        facts["validation"] = _validation(config, data)
         facts["read so far"] = f"{tokens_seen:,} tokens: {tokens_seen / max(1, train['tokens']):.2f} epochs"
-    extra = {key: value for key, value in data.items() if key not in _KNOWN and isinstance(value, str | int | float)}
-    facts |= {key.replace("_", " "): value if isinstance(value, str) else f"{value:,}" for key, value in extra.items()}
-    facts |= {"note": "; ".join(_remarks(about))}
-    return {name: text for name, text in facts.items() if text}
+    return facts
 
 
-def sources(about: Mapping[str, Any], tokens_seen: int) -> list[tuple[str, ...]]:
-    """List the path, documents, tokens, weight, % of what is read, and epochs of each source, if there are several."""
-    listed = (about.get("data") or {}).get("sources") or []
-    if len(listed) < 2:
-        return []
-    return [
-        (
-            source["path"], f"{source['documents']:,}", f"{source['tokens']:,}", f"{source['weight']:g}",
-            f"{100 * source['share']:.1f}", f"{tokens_seen * source['share'] / max(1, source['tokens']):.2f}",
-        )
-        for source in listed
-    ]  # fmt: skip
-
-
-def _rows(counts: Mapping[str, Any], seq_length: int) -> str:
-    fill = 100 * counts["tokens"] / max(1, counts["tokens"] + counts["padding"])
-    return f"{many(counts['rows'], 'row')} of {seq_length:,} tokens, {fill:.1f} % full: {counts['tokens']:,} tokens"
-
-
-def _validation(config: RunConfig, data: Mapping[str, Any]) -> str:
-    asked, got = config.data.validation, data.get("validation")
-    if not got:
-        return "none" if not data.get("validation_asked") else "asked for, but nothing was held out"
-    rows = _rows(got, config.data.seq_length)
-    if not isinstance(asked, float | int):
-        return rows
-    part = got["tokens"] / max(1, got["tokens"] + data["train"]["tokens"])
-    return f"{100 * part:.2g} % of the tokens ({100 * asked:.2g} % asked): {rows}"
-
-
-def _remarks(about: Mapping[str, Any]) -> Iterator[str]:
-    """Notes on the data from the header of the run."""
-    for line in about.get("header") or ():
-        text = str(line[-1]) if isinstance(line, list) and line else ""
-        if text.startswith("note "):
-            yield text.removeprefix("note").strip()
-    yield from (about.get("data") or {}).get("answers_alone") or ()
+def _said(about: Mapping[str, Any]) -> Iterator[str]:
+    """The lines about data in the header of a start."""
+    is_of_data = False
+    for label, text in about.get("header") or ():
+        is_of_data = label == "data" or (is_of_data and not label)
+        if is_of_data:
+            yield text
 
 
 # ---- words ---------------------------------------------------------------------------------------------------------
