@@ -140,11 +140,23 @@ def test_a_tokenizer_is_trained_on_it_and_it_mixes_with_files(tmp_path: Path, hu
 @pytest.mark.parametrize(
     ("failure", "what", "fix"),
     [
-        (OSError("[Errno -2] unknown"), "the hub does not answer: [Errno -2] unknown", "network"),
-        (errors.OfflineModeIsEnabled("offline mode"), "the hub does not answer: offline mode", "network"),
-        (answer(errors.RepositoryNotFoundError, 404), "the hub has no such dataset, or it is private", "hf auth login"),
-        (answer(errors.GatedRepoError, 403), "this dataset is shown on request only", "hf auth login"),
-        (answer(errors.RevisionNotFoundError, 404), "no revision 'main'", "leave it out"),
+        (OSError("[Errno -2] unknown"), "the Hugging Face hub cannot be reached ([Errno -2] unknown)", "network"),
+        (
+            errors.OfflineModeIsEnabled("offline mode"),
+            "this machine has no copy of it, and HF_HUB_OFFLINE forbids to fetch one",
+            "network",
+        ),
+        (
+            answer(errors.RepositoryNotFoundError, 404),
+            "the hub has no such repository, or it is private",
+            "hf auth login",
+        ),
+        (
+            answer(errors.GatedRepoError, 403),
+            "the hub asks who you are (the repository is gated)",
+            "hf auth login",
+        ),
+        (answer(errors.RevisionNotFoundError, 404), "the hub has no such revision of it", "spelling"),
         (None, "the hub names no commit of it", "?revision=COMMIT"),
     ],
 )

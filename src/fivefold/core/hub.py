@@ -98,7 +98,7 @@ class Repository:
             errors = list(_chain(error))
             answers = {one.response.status_code for one in errors if isinstance(one, hub.HfHubHTTPError)}
             when = next((_AGAIN[status] for status in answers if status in _AGAIN), "the hub answers")
-            what, fix = _reason(self.name, errors)[0], f"run it again when {when} (--force if OUT is there)"
+            what, fix = reason(self.name, error)[0], f"run it again when {when} (--force if OUT is there)"
             if answers & {401, 403, 404} or any(isinstance(one, hub.LocalTokenNotFoundError) for one in errors):
                 what = "the hub does not let you write to it"
                 fix = "log in with a token that may: hf auth login, or HF_TOKEN"
@@ -119,16 +119,17 @@ def repository(name: str | None, **options: Any) -> Repository | None:
 
 def _not_fetched(key: str, name: str, error: BaseException) -> UserError:
     """Error for a `name` that could not be fetched from the hub; `key`: that of the run file."""
-    what, fix = _reason(name, list(_chain(error)), besides=", and this machine has no copy of it")
+    what, fix = reason(name, error, besides=", and this machine has no copy of it")
     return UserError(f"{key} {name}: {what}", fix=fix)
 
 
-def _reason(name: str, errors: list[BaseException], *, besides: str = "") -> tuple[str, str]:
+def reason(name: str, error: BaseException, *, besides: str = "", local: str = "") -> tuple[str, str]:
     """The problem and its fix. The most specific error counts, however deep it lies. `besides`: said of a hub that
-    cannot be reached."""
+    cannot be reached. `local`: what to do without it, if that is not to name a folder of the model."""
     from huggingface_hub import errors as hub
 
-    local = f"name a local folder (hf download {name} --local-dir DIR fills one where there is a network)"
+    errors = list(_chain(error))
+    local = local or f"name a local folder (hf download {name} --local-dir DIR fills one where there is a network)"
     log_in = "check the spelling; if it is private, log in: hf auth login"
     for kind, what, fix in (
         (hub.GatedRepoError, "the hub asks who you are (the repository is gated)", "accept its terms on its page, and "

@@ -15,12 +15,13 @@ from urllib.parse import quote, unquote
 
 from fivefold.core.cache import entry, key_of, write_atomically
 from fivefold.core.errors import UserError
-from fivefold.core.hub import is_hub_id
+from fivefold.core.hub import is_hub_id, reason
 from fivefold.data.records import Records, given, parts_of
 from fivefold.data.source import HUB, Source
 
 _MORE = "the form is hub:org/name?config=C&split=S&revision=R, all behind the name optional: fivefold docs howto/data"
 _OFFLINE = "the network may be down: try again; what was tokenised once needs none"
+_LOCAL = "try again: what was tokenised once needs no network"
 _SIZE = 2**30  # bytes: the hub does not tell; the order of a medium dataset
 _OPTIONS = ("config", "split", "revision")
 _OLDEST = (5, 2)  # the oldest checked version: older ones can run a dataset's code
@@ -113,23 +114,13 @@ def _commit(address: Address, source: Source, root: Path) -> str:
 
 
 def _ask(address: Address, where: str) -> str:
-    from huggingface_hub import HfApi, errors
+    from huggingface_hub import HfApi
 
     try:
         commit = HfApi().dataset_info(address.name, revision=address.revision, timeout=30).sha
-    except errors.GatedRepoError as error:
-        fix = f"ask for it at https://huggingface.co/datasets/{address.name}, then: hf auth login"
-        raise UserError(f"{where}: this dataset is shown on request only", fix=fix, more=_MORE) from error
-    except errors.RevisionNotFoundError as error:
-        raise UserError(f"{where}: no revision {address.revision!r}", fix="leave it out", more=_MORE) from error
-    except errors.RepositoryNotFoundError as error:
-        raise UserError(
-            f"{where}: the hub has no such dataset, or it is private",
-            fix="compare the name with huggingface.co/datasets; for a private one: hf auth login",
-            more=_MORE,
-        ) from error
     except Exception as error:  # from the hub's client, or the network
-        raise UserError(f"{where}: the hub does not answer: {_short(error)}", fix=_OFFLINE, more=_MORE) from error
+        what, fix = reason(address.name, error, local=_LOCAL)
+        raise UserError(f"{where}: {what}", fix=fix, more=_MORE) from error
     if not commit:
         raise UserError(f"{where}: the hub names no commit of it", fix="name it: ?revision=COMMIT", more=_MORE)
     return str(commit)
