@@ -87,7 +87,6 @@ def merged_card(old: str, new: str) -> str:
 
 
 def _parted(card: str) -> tuple[dict[str, Any], str]:
-    """The front matter and the text of a card."""
     block = REGEX_YAML_BLOCK.search(card)
     front = yaml.safe_load(block[2]) if block else {}
     if not isinstance(front or {}, dict):

@@ -91,7 +91,6 @@ class Tiles:
         return tuple(box(region) for region, _ in local_regions(self._spec, part, shard, self._cut.shards))
 
     def places(self) -> Iterator[range]:
-        """The places that have slices."""
         parts = self._cut.parts
         return (range(part, part + parts * self._used(part), parts) for part in sorted(self._owners))
 
@@ -174,10 +173,8 @@ def _check(shape: Sequence[int], cut: TensorCut) -> None:
 
 
 def box(region: Region) -> Box:
-    """A region as numbers."""
     return tuple((edge.start, edge.stop) for edge in region)
 
 
 def meet(one: Box, other: Box) -> bool:
-    """True if two boxes share an element."""
     return all(max(start, at) < min(stop, end) for (start, stop), (at, end) in zip(one, other, strict=True))

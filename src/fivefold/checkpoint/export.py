@@ -220,7 +220,6 @@ class Known:
         return cast(name, values, self.type_of(name))
 
     def type_of(self, name: str) -> torch.dtype:
-        """The type in which a tensor leaves."""
         return self.types.get(name, self.dtype)
 
 
@@ -321,7 +320,6 @@ class CheckpointAdapter:
 
     @property
     def parameters(self) -> int:
-        """Number of the adapter's parameters."""
         source = self.checkpoint.source()
         return sum(prod(source.shape(name)) for name in source.ordered)
 

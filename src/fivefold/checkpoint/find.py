@@ -40,7 +40,6 @@ class CheckpointRef:
 
     @property
     def where(self) -> str:
-        """Its address, for people."""
         return self.remote.where(self.step) if self.remote else str(self.directory / step_folder(self.step))
 
     def manifest(self) -> Manifest:
@@ -214,7 +213,6 @@ class Remote:
         return steps_of(str(path).rstrip("/").rpartition("/")[2] for path in there)
 
     def where(self, step: int) -> str:
-        """The address of a step's copy."""
         return f"{self.url}/{step_folder(step)}"
 
     @cached_property

@@ -48,11 +48,9 @@ class LiveTensors:
 
     @property
     def ordered(self) -> tuple[str, ...]:
-        """See `WholeTensors`."""
         return tuple(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WholeTensors`."""
         return self._shapes[name]
 
     def whole(self, name: str) -> Tensor:

@@ -136,7 +136,6 @@ class Checkpoint:
             yield f"{path}: {of_tensor}"
 
     def source(self, kind: str = WEIGHT) -> "CheckpointSource":
-        """The tensors of one kind, by parameter name."""
         return CheckpointSource(self.path, kind, self.manifest.tensors[kind])
 
 
@@ -153,7 +152,6 @@ class CheckpointSource(TensorSource):
         return tuple(self._records)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type the tensor is stored in."""
         return getattr(torch, self._records[name].dtype)  # type: ignore[no-any-return]
 
     def read(self, name: str, region: Region) -> Tensor:

@@ -115,7 +115,6 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def write(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write files by their paths in `folder`."""
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
@@ -158,13 +157,9 @@ class WholeTensors(Protocol):
         """Names in the model's order."""
         ...
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Its shape."""
-        ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def whole(self, name: str) -> torch.Tensor:
-        """The whole tensor."""
-        ...
+    def whole(self, name: str) -> torch.Tensor: ...
 
 
 def export_dtype(

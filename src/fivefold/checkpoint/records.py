@@ -49,7 +49,6 @@ class TensorRecord:
 
     @property
     def slices(self) -> Iterator[Slice]:
-        """All slices, rank by rank."""
         for rank in sorted({*self.instead, *(rank for ranks in self.ranks for rank in ranks)}):
             yield from (Slice(rank, own) for own in self.of_rank(rank))
 
@@ -66,7 +65,6 @@ class TensorRecord:
         return None if place is None else self.rank + place
 
     def of_rank(self, rank: int) -> tuple[Box, ...]:
-        """The slices that a rank wrote."""
         if self.cut is None or rank in self.instead:
             return self.instead.get(rank, ())
         return tiles(self.shape, self.cut).boxes(rank - self.rank)
@@ -94,7 +92,6 @@ class RankRecord:
     numbers: Mapping[str, Size]
 
     def tree(self) -> dict[str, Any]:
-        """The part as JSON values."""
         files = {name: asdict(record) for name, record in self.files.items()}
         return {"files": files, "scalars": self.scalars, "numbers": self.numbers, **tree_of(self.tensors)}
 
@@ -196,7 +193,6 @@ class Columns:
 
     @staticmethod
     def tree(records: Mapping[int, FileRecord]) -> dict[str, Any]:
-        """The JSON values of files by rank."""
         ordered = dict(sorted(records.items()))
         runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0])]
         sizes = [(size, len([*same])) for size, same in groupby(record.bytes for record in ordered.values())]

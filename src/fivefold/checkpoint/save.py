@@ -83,12 +83,10 @@ class OwnedSlice:
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """Its region in the tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.offset, self.values.shape, strict=True))
 
     @property
     def key(self) -> str:
-        """Its key in the file."""
         return key_of(self.kind, self.name, box(self.region))
 
     @property

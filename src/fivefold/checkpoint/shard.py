@@ -75,13 +75,11 @@ def check(
 
 
 def _sums(file: Any, size: int, count: int) -> bytes:
-    """The checksums at the end of a file."""
     file.seek(max(size - count * SUM_BYTES, 0))
     return bytes(file.read())
 
 
 def checksum(content: bytes) -> str:
-    """The checksum of a text or a header."""
     return xxh3_128(content).hexdigest()
 
 

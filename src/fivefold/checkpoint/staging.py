@@ -21,7 +21,6 @@ class Staging:
 
     @property
     def bytes(self) -> int:
-        """Bytes allocated now."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -93,7 +93,6 @@ def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def print_keys() -> None:
-    """Print every key with its default, choices and meaning."""
     from fivefold.config import keys
 
     for key in keys():
@@ -104,7 +103,6 @@ def print_keys() -> None:
 
 
 def print_schema() -> None:
-    """Print the JSON schema of a run file."""
     from fivefold.config import RunConfig
     from fivefold.config.key import json_schema_of
 
@@ -214,7 +212,6 @@ def data(
 
 
 def _shown(config: "RunConfig", rows: int) -> "DataReport":
-    """Rows of a run as the model will see them."""
     from fivefold.data import prepare
     from fivefold.data.shown import examine
 
@@ -232,7 +229,6 @@ class _Line:
 
 
 def _prepared(config: "RunConfig", workers: int | None, shard: str | None) -> "Report[_Line]":
-    """Tokenise ahead, and report it."""
     from fivefold.data.ahead import parse_shard, prepare_ahead
     from fivefold.report.findings import Report
     from fivefold.training.launch import preparing

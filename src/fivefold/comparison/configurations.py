@@ -56,7 +56,6 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Name of its folder."""
         return f"{self.configuration.slug}-on-{self.devices}-repeat-{self.repeat}"
 
     @property

@@ -82,12 +82,10 @@ class MeasuredRun:
 
     @property
     def mfu_pct(self) -> float | None:
-        """MFU of the median step."""
         return _median(step.mfu_pct for step in self.timed)
 
     @property
     def peak_gib(self) -> float | None:
-        """Highest peak memory."""
         return max((step.peak_gib for step in self.steps if step.peak_gib is not None), default=None)
 
     @property

@@ -192,7 +192,6 @@ class CompareReport(Report[ConfigurationRow]):
         return row.configuration == self.base and row.repeats > 0
 
     def has(self, name: str) -> bool:
-        """True if any row has a value under `name`."""
         return any(getattr(row, name) is not None for row in self.rows)
 
 

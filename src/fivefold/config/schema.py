@@ -103,7 +103,6 @@ def _fraction_or_sources(value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """Convert a single name to a list."""
     return [value] if isinstance(value, str) else value
 
 
@@ -690,7 +689,6 @@ class EvalSection(Section):
 
     @property
     def direction(self) -> Literal["min", "max"]:
-        """`mode`, resolved."""
         return METRICS[self.metric] if self.mode == "auto" else self.mode
 
 
@@ -712,7 +710,6 @@ class SampleSection(Section):
 
     @property
     def is_on(self) -> bool:
-        """True if there is anything to sample."""
         return self.every > 0 and bool(self.prompts or self.messages or self.file)
 
 
@@ -846,7 +843,6 @@ class RunConfig(Section):
 
     @property
     def run_dir(self) -> Path:
-        """The run folder, `run.dir/run.name`."""
         return Path(self.run.dir) / self.run.name
 
     def to_yaml(self) -> str:

@@ -63,7 +63,6 @@ class Best:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps of the ranking."""
         return tuple(step for step, _ in self.ranking)
 
     @property
@@ -73,7 +72,6 @@ class Best:
 
     @property
     def value(self) -> float | None:
-        """The value of the best validation."""
         return self.ranking[0][1] if self.ranking else None
 
     def is_over(self, patience: int) -> bool:

@@ -50,7 +50,6 @@ def first_line(error: BaseException) -> str:
 
 
 def _kinds(kind: type[UserError]) -> Iterator[type[UserError]]:
-    """`kind` and all its subclasses."""
     yield kind
     for subclass in kind.__subclasses__():
         yield from _kinds(subclass)
@@ -76,7 +75,6 @@ class Violation:
 
     @property
     def error(self) -> UserError:
-        """The violation as an error for the user."""
         return UserError(self.what, fix=self.fix, more=self.more)
 
 

@@ -153,7 +153,6 @@ def reason(name: str, error: BaseException, *, besides: str = "", local: str = "
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes, down to the first."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

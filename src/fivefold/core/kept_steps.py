@@ -51,12 +51,10 @@ class MemoryOfNode:
 
     @property
     def here(self) -> Path:
-        """The folder of this round."""
         return round_folder(Path(self.folder), self.round)
 
     @property
     def step(self) -> Path:
-        """The folder of the step that is kept."""
         return self.here / step_folder(self.kept.step)
 
     def take(self) -> None:
@@ -86,7 +84,6 @@ def kept_in(folder: Path | None) -> str:
 
 
 def round_folder(folder: Path, number: int) -> Path:
-    """The folder of a round."""
     return folder / f"round-{number:06d}"
 
 

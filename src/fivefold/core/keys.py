@@ -43,7 +43,6 @@ class LayoutKey:
 
     @property
     def place(self) -> str:
-        """Its dotted name in the run file."""
         return f"{self.section}.{self.name}"
 
 

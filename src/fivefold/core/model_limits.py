@@ -33,7 +33,6 @@ class ModelLimits:
 
     @staticmethod
     def of_config(values: Mapping[str, Any], name: str) -> "ModelLimits":
-        """Read the limits from a config.json."""
         query, kv = (_count(values.get(key)) for key in ("num_attention_heads", "num_key_value_heads"))
         layers = next((_count(values[key]) for key in LAYERS if key in values), None)
         experts = None if any("experts" in key for key in values) else 0

@@ -37,7 +37,6 @@ class NamedCode:
 
     @property
     def digest(self) -> str:
-        """A hash of the file's contents."""
         return hashlib.sha256(self.source).hexdigest()[:16]
 
     def load(self) -> Callable[..., Any]:

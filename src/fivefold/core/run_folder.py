@@ -68,7 +68,6 @@ def runs(folder: Path) -> str:
 
 
 def is_run(folder: Path) -> bool:
-    """True if a folder is that of a run."""
     return (folder / "run.yaml").is_file()
 
 

@@ -63,7 +63,6 @@ def parse(raw: bytes, size: int) -> Mapping[str, Entry]:
 
 
 def read(file: BinaryIO) -> Mapping[str, Entry]:
-    """Read and parse the header of a file open at its start."""
     return parse(read_raw(file), os.fstat(file.fileno()).st_size)
 
 

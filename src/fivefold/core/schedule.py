@@ -64,7 +64,6 @@ class Timeline:
 
     @property
     def span(self) -> float:
-        """Time from the first start to the last end."""
         return max(slot.end for slot in self.slots) - min(slot.start for slot in self.slots)
 
     @property
@@ -92,7 +91,6 @@ class SchedulePlan:
 
     @property
     def record(self) -> "Schedule":
-        """The record of the schedule."""
         return SCHEDULES[self.schedule]
 
     @property
@@ -109,12 +107,10 @@ class SchedulePlan:
         return self.micro_batches // max(1, self.micro_batches // self.ranks) if is_interleaved else 1
 
     def rank_of(self, stage: int) -> int:
-        """Pipeline rank that runs a stage."""
         return self.record.rank_of(stage, self.ranks)
 
     @cached_property
     def orders(self) -> tuple[tuple[Slot, ...], ...]:
-        """Slots of each rank, in order."""
         return tuple(tuple(self.record.order(self, rank)) for rank in range(self.ranks))
 
     @cached_property
@@ -282,7 +278,6 @@ class _V:
         self.waiting: list[tuple[int, int]] = []  # pending W: (chunk, micro batch)
 
     def add(self, chunk: int, kind: Kind) -> None:
-        """Append the next micro batch of a stage."""
         counted = "I" if kind == "B" else kind
         mb = self.counts[chunk, counted]
         self.counts[chunk, counted] += 1
@@ -392,7 +387,6 @@ class Schedule:
     fewest_per_rank: int = 0
 
     def rank_of(self, stage: int, ranks: int) -> int:
-        """Pipeline rank that runs a stage. With 4 ranks, stage 5 is on rank 1; in a V, on rank 2."""
         if self.is_v:
             return stage if stage < ranks else 2 * ranks - 1 - stage
         return stage % ranks
@@ -402,7 +396,6 @@ class Schedule:
         return 2 if self.is_v else virtual
 
     def fewest(self, ranks: int) -> int:
-        """Fewest micro batches of a step."""
         return max(1, self.fewest_per_rank * ranks)
 
     def multiple(self, ranks: int) -> int:

@@ -224,7 +224,6 @@ class OpenWindows:
 
 
 def main() -> None:
-    """Tokenise the windows that come, until all units are done."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a core beside the trainer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides
     request = json.loads(sys.stdin.readline())

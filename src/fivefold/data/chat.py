@@ -131,7 +131,6 @@ class ChatTemplate:
 
     @property
     def digest(self) -> str:
-        """A hash of its texts and special tokens."""
         return key_of(self.source, sorted(self.special.items()))
 
     def on(self, day: date) -> "ChatTemplate":

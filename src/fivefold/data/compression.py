@@ -37,7 +37,6 @@ def ending(path: Path) -> str:
 
 
 def is_compressed(path: Path) -> bool:
-    """True if the suffix is that of a compression."""
     return path.suffix.lower() in _MODULES
 
 

@@ -33,7 +33,6 @@ class RowCounts:
 
     @property
     def fill_pct(self) -> float:
-        """The fill of the rows, in percent."""
         return 100 * self.tokens / max(1, self.tokens + self.padding)
 
     def __add__(self, other: "RowCounts") -> "RowCounts":

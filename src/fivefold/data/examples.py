@@ -76,7 +76,6 @@ class Example:
 
     @property
     def plain(self) -> str:
-        """Its whole text, to train a tokenizer on."""
         return "\n".join(self.pair or map(words, self.turns))
 
     def rendered(self, template: ChatTemplate, eos: str) -> "Text":
@@ -159,7 +158,6 @@ class Preference:
 
     @property
     def plain(self) -> str:
-        """Its whole text, to train a tokenizer on."""
         return f"{self.first.plain}\n{self.second.plain}"
 
 
@@ -219,7 +217,6 @@ Document = str | Example | Preference | TokenIds  # as formats yield it
 
 
 def plain(document: Document) -> str:
-    """Its whole text, to train a tokenizer on."""
     return document if isinstance(document, str) else document.plain
 
 

@@ -88,7 +88,6 @@ class _Pool:
         return ceil(epoch * self.per_epoch)
 
     def part(self, epoch: int) -> Int64s:
-        """The rows that `epoch` takes."""
         begin, end = self.begin(epoch), self.begin(epoch + 1)
         parts = [np.empty(0, np.int64)]
         while begin < end:

@@ -275,7 +275,6 @@ class _Plan:
 
 
 def _check_rows(counts: RowCounts, seq_length: int) -> None:
-    """Raise `UserError` if there are no rows to train on."""
     if counts.rows:
         return
     if pairs := counts.too_long:
@@ -398,7 +397,6 @@ def _streamed(
 
 
 def _held_rows(stores: Stores, rows: StreamedRows, root: Path, say: Say) -> PackedRows:
-    """The rows of a validation list."""
     blocks = blocks_of(stores)
     spans = spans_of(blocks, np.ones(len(blocks.hash), np.bool_))
 

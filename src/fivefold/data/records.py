@@ -79,7 +79,6 @@ class Form:
     is_plain: bool = False
 
     def fits(self, found: Mapping[str, tuple[str, ...]]) -> bool:
-        """True if a record with these keys, by part, has all the needed parts."""
         return all(found[part] for part in self.needs)
 
 
@@ -108,7 +107,6 @@ class Records(Format):
         raise NotImplementedError
 
     def records_of(self, part: FilePart, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
-        """The records of a part of a file."""
         raise NotImplementedError
 
     def documents(self, path: Path, source: Source) -> Iterator[Document]:
@@ -200,7 +198,6 @@ class RecordKeys:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All keys of the example."""
         of_answers = (*self.answers, self.label, self.verdict)
         named = (self.turns, *self.asked, *of_answers, *self.beside.values(), *self.media, *self.ids)
         return tuple(key for key in named if key is not None)
@@ -599,6 +596,5 @@ def _listed(names: Collection[str], most: int = _KEYS_SHOWN) -> str:
 
 
 def _longest(record: Mapping[str, object]) -> str | None:
-    """The key of the longest string."""
     texts = {name: len(value) for name, value in record.items() if isinstance(value, str)}
     return max(texts, key=lambda name: texts[name], default=None)

@@ -53,7 +53,6 @@ class RowIndex:
 
     @classmethod
     def join(cls, parts: Sequence["RowIndex"]) -> "RowIndex":
-        """Concatenate the rows of the parts."""
         ends = np.cumsum([len(part.pieces) for part in parts])
         offsets = [part.offsets[1:] + end - len(part.pieces) for part, end in zip(parts, ends, strict=True)]
         pieces = {name: np.concatenate([vars(part.pieces)[name] for part in parts]) for name in vars(parts[0].pieces)}
@@ -243,7 +242,6 @@ class PackedRows(RowSource):
 
     @property
     def largest_token(self) -> int:
-        """The largest token id in its stores."""
         return max(store.largest for store in self.stores)
 
     @property
@@ -252,7 +250,6 @@ class PackedRows(RowSource):
         return self._order.per_epoch
 
     def epochs(self, rows: int) -> float:
-        """The number of epochs in `rows` rows."""
         return float(rows / self.epoch_rows)
 
     def extent(self, rows: int, steps: str) -> str:

@@ -50,11 +50,9 @@ class DataReport:
     ok: bool = True
 
     def to_json(self) -> str:
-        """One JSON object."""
         return json_format.dumps(asdict(self), indent=2, ensure_ascii=False)
 
     def show(self, console: "Console") -> None:
-        """Print the report."""
         from rich.text import Text
 
         def say(text: str | Text = "") -> None:

@@ -124,7 +124,6 @@ class _Written:
         return cls(_MARK.sub("", text), places, owners)
 
     def part(self, number: int) -> str:
-        """The text of a turn."""
         return self.text[slice(*self.turns.get(number, (0, 0)))]
 
 
@@ -173,7 +172,6 @@ class _Answers:
         return self._probed(len(self.turns))
 
     def _probed(self, most: int) -> _Written:
-        """Render the first `most` turns with probes."""
         own = (_probe(turn) if turn["role"] == "assistant" else turn for turn in self.turns[:most])
         return _Written.of(self.write, list(own))
 

@@ -160,7 +160,6 @@ class TokenStore:
 
 
 def is_store(path: Path) -> bool:
-    """True if the folder has the files of a token store."""
     return (path / "tokens.bin").is_file() and (path / "meta.json").is_file()
 
 
@@ -346,11 +345,9 @@ class StoreWriter:
 
     @cached_property
     def loaded(self) -> Any:
-        """The tokenizer, loaded with the first document."""
         return self.tokenizer.load()
 
     def add(self, documents: Iterable[Document]) -> None:
-        """Tokenise and write documents."""
         for batch in _batches(documents):
             for tokens, marks in self._tokens(batch, self.loaded):
                 self.tokens.write(tokens.tobytes())

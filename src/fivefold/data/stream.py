@@ -109,7 +109,6 @@ class StreamedRows(RowSource):
 
     @property
     def first(self) -> list[tuple[int, int]]:
-        """The units of the first window."""
         return self.order.window(0)
 
     @property
@@ -122,7 +121,6 @@ class StreamedRows(RowSource):
         return rows or None
 
     def _tokenise_first(self, progress: Progress | None) -> None:
-        """Tokenise the first window, and report the progress."""
         units = [(self.order.sources[at], number) for at, number in self.first]
         total, done = sum(source.units[number].size for source, number in units), 0
         for source, number in units:
@@ -136,7 +134,6 @@ class StreamedRows(RowSource):
         return self._rows(number, "train")
 
     def _rows(self, number: int, side: str) -> PackedRows:
-        """One side of a window."""
         units = self.order.window(number)
         waiting = f"waiting for text: window {number + 1} of the units is being tokenised"
         with telling(waiting, self._say) if self._filler else nullcontext():  # once for each machine

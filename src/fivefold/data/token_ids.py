@@ -85,12 +85,10 @@ class TokenIdsReport:
             )
 
     def counts(self) -> dict[str, Any]:
-        """The counts as JSON-like values."""
         numbers = {name: getattr(self, name) for name in _NUMBERS}
         return {**numbers, "others": list(self.others), "last": [list(pair) for pair in self.last.items()]}
 
     def add(self, counts: Mapping[str, Any]) -> None:
-        """Add the `counts` of another part of the same source."""
         for name in _NUMBERS:
             setattr(self, name, getattr(self, name) + counts[name])
         self.others |= dict.fromkeys(counts["others"])

@@ -142,7 +142,6 @@ def find_tokenizer(
 
 
 def put_bos(ids: list[int], bos_token_ids: tuple[int, ...]) -> list[int]:
-    """The tokens of a text with BOS in front."""
     return [*missing_bos(ids, bos_token_ids), *ids]
 
 

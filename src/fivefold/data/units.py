@@ -118,7 +118,6 @@ class TextUnits:
         )
 
     def _check_unit(self, number: int) -> None:
-        """Raise `UserError` if a file of the unit changed."""
         unit = self.units[number]
         mine = slice(unit.first, unit.last)
         if _state(replace(self.files, files=self.files.files[mine])) != self.state[mine]:
@@ -126,7 +125,6 @@ class TextUnits:
 
     @property
     def is_joined(self) -> bool:
-        """True if a token store holds all units."""
         return _is_joined(self.folder)
 
     def path(self, number: int) -> Path:

@@ -47,7 +47,6 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks on all nodes."""
         return self.nodes * self.devices
 
     @property

@@ -73,7 +73,6 @@ class EventFile:
 
     @property
     def stop_asked(self) -> bool:
-        """As `Listener.stop_asked`."""
         return self._stop.exists()
 
 

@@ -48,7 +48,6 @@ class Suspected(RunFailed):
 
 
 def failure_file(logs: Path, rank: int) -> Path:
-    """The file for the failure of rank `rank`."""
     return logs / f"failure-{rank}.json"
 
 

@@ -40,7 +40,6 @@ def claim_fresh(config: RunConfig) -> RunConfig:
 
 
 def named(config: RunConfig, name: str) -> RunConfig:
-    """The same config with another `run.name`."""
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
@@ -197,5 +196,4 @@ class FolderLock:
             return False
 
     def release(self) -> None:
-        """Release the lock."""
         os.close(self._descriptor)

@@ -49,7 +49,6 @@ class Needs:
         return f"{', '.join(parts)}, activations about {self.activations / GIB:.2f} GiB for {ranks} here"
 
     def advice(self, room: int) -> str:
-        """Advice for a machine with `room` bytes."""
         if self.state > room:
             return (
                 f"{self.parameters / 1e9:.2f} billion parameters need {self.state / GIB:.2f} GiB at the least; "

@@ -119,7 +119,6 @@ class Round:
         return NodeRanks(first=first, size=sum(sizes), node=self.node, nodes=used, meets=self.meets, round=self.number)
 
     def node_of(self, rank: int) -> int:
-        """The number of the node that has this rank."""
         ends = accumulate(member.workers for member in self.members)
         return next(node for node, end in enumerate(ends) if rank < end)
 
@@ -424,7 +423,6 @@ class _LauncherLocks:
         return not any(self.lives(*other) for other in others)
 
     def release(self) -> None:
-        """Give them back."""
         os.close(self._own)
         os.close(self._descriptor)
 

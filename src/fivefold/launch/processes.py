@@ -68,7 +68,6 @@ class Workers:
             self._listen(PAUSE_SECONDS)
 
     def _open(self) -> None:
-        """Start the forking process."""
         self._has_imported = False
         self._reports, theirs = os.pipe()
         os.set_blocking(self._reports, False)
@@ -83,7 +82,6 @@ class Workers:
         os.close(theirs)
 
     def _close(self) -> None:
-        """End the forking process, and with it the workers."""
         self._server.kill()
         self._server.communicate()
         while len(self._codes) < self.count:  # it may have forked workers that are not reported yet
@@ -116,7 +114,6 @@ class Workers:
 
     @property
     def server(self) -> int:
-        """The id of the forking process."""
         return self._server.pid
 
     @property
@@ -127,7 +124,6 @@ class Workers:
 
     @property
     def running(self) -> list[int]:
-        """The ranks that have not ended."""
         ended = self.codes
         return [rank for rank in range(len(self.ids)) if rank not in ended]
 
@@ -180,7 +176,6 @@ class Workers:
         return self.signals.count(signal.SIGINT) >= AT_ONCE
 
     def send(self, number: signal.Signals, ranks: Sequence[int]) -> None:
-        """Send a signal to some ranks."""
         for rank in set(ranks) & set(self.running):
             with suppress(ProcessLookupError):
                 os.kill(self.ids[rank], number)

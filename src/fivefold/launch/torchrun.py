@@ -53,7 +53,6 @@ class Hosts:
 
     @property
     def rank(self) -> int:
-        """This host's number."""
         return self.names.index(self.here)
 
 

@@ -47,7 +47,6 @@ class Beat:
         self._put({"count": self._count, "still": still, "waits": waits})
 
     def end(self) -> None:
-        """Mark the beat as final."""
         self._put({})
 
     def _put(self, said: Mapping[str, Any]) -> None:

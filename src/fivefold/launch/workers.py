@@ -177,7 +177,6 @@ def workers_of_node(*, kind: str, devices: int, nproc: int | None) -> int:
 
 
 def gpus() -> int:
-    """GPUs that torch sees on this machine."""
     from torch import cuda
 
     return cuda.device_count()

@@ -59,7 +59,6 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True on rank 0, the one that writes and reports."""
         return self.rank == 0
 
     @property
@@ -129,7 +128,6 @@ def _tasks(env: Mapping[str, str]) -> int:
 
 
 def alone(device: str = "auto") -> World:
-    """The world of a single process."""
     return _placed(World(), device, os.environ)
 
 
@@ -176,7 +174,6 @@ def multiplies_bf16(device: str) -> bool:
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 

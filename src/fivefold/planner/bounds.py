@@ -55,7 +55,6 @@ class Bounds:
         return len(self.rows)
 
     def at(self, which: Which) -> "Bounds":
-        """The subset `which`."""
         return Bounds(self.rows.at(which), self.needs[which], self.at_least[which])
 
 
@@ -203,7 +202,6 @@ class Bounding:
         return needs, at_least
 
     def _least(self, rows: Rows, stages: Stages) -> Numbers:
-        """Lower bound of a step's seconds."""
         forward, backward = self._passes(rows, stages)
         left, transfer = self.in_flight(rows).left, self.transfer(rows.pp)[rows.work]
         splits = rows.pipeline.schedule.splits_backward

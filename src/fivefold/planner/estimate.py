@@ -148,7 +148,6 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of an optimizer step."""
         return self.seq_length * self.global_batch_size
 
 
@@ -179,7 +178,6 @@ class Estimate:
 
     @cached_property
     def step_seconds(self) -> float:
-        """Seconds of a step."""
         return sum(row.amount for row in self.rows if row.part == "time")
 
     @cached_property
@@ -225,7 +223,6 @@ class Estimate:
 
     @property
     def tokens_per_second_per_device(self) -> float:
-        """Tokens of a step over its seconds and the devices."""
         return self.workload.tokens / self.step_seconds / self.layout.world
 
     @property
@@ -342,7 +339,6 @@ class Step:
 
     @cached_property
     def busiest(self) -> int:
-        """The pipeline rank with the most to do."""
         return int(busiest(*self.passes, self.stages))
 
     def _totals(self, rank: int) -> Seconds:
@@ -375,12 +371,10 @@ class Step:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
         return self.span() + self.after
 
     @cached_property
     def transfer(self) -> float:
-        """Seconds to send hidden states from one pipeline rank to the next."""
         return transfer_seconds(self.price_list, self.prices, self.layout.pp)
 
     @cached_property
@@ -398,7 +392,6 @@ class Step:
 
     @cached_property
     def durations(self) -> dict[Kind, Numbers]:
-        """Seconds of a slot of each kind, by stage."""
         return durations(*self.passes, self.work, self.stages)
 
     def timeline(self, micro_batches: int) -> Timeline:

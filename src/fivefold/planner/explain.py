@@ -58,7 +58,6 @@ def _legal(prices: PriceList, layout: Layout) -> Layout:
 
 
 def _step(prices: PriceList, layout: Layout, workload: Workload, length: int) -> Step:
-    """A layout's step with rows of `length`."""
     fewest, multiple = layout.micro_batch_unit
     dealt = layout.micro_batch_size * layout.data_ranks
     rounds = min(round(workload.tokens / (length * dealt * multiple)), MOST_ROWS // (dealt * multiple))

@@ -69,12 +69,10 @@ class Failures:
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds that training stands still for a checkpoint."""
         return sum(self.stall.values())
 
     @property
     def restart_seconds(self) -> float:
-        """Seconds from a failure to the next step."""
         return sum(self.restart.values())
 
     @property
@@ -100,7 +98,6 @@ class Failures:
         return goodput(every * self.step, self.stall_seconds, restart + self.write, self.between)
 
     def to_json(self) -> dict[str, object]:
-        """All of it, for JSON."""
         return {
             "checkpoint_every": self.every, "goodput": self.goodput, "goodput_of_hangs": self.goodput_of_hangs,
             "between_seconds": self.between, "checkpoint_bytes": self.checkpoint_bytes, "stall": dict(self.stall),

@@ -167,7 +167,6 @@ class Stages:
 
     @cached_property
     def distinct(self) -> tuple[Content, ...]:
-        """Contents without duplicates."""
         return tuple(dict.fromkeys(self.contents))
 
     @cached_property

@@ -231,7 +231,6 @@ def has_weights(model: str) -> bool:
 
 
 def lacks_tokenizer(model: str) -> bool:
-    """True if the model is here and has no tokenizer."""
     path = shape_folder(model) or expanded(model)
     return path.exists() and not any(path.glob("tokenizer*"))
 
@@ -242,7 +241,6 @@ WEIGHTS = (
 
 
 def to_add(model: str) -> str:
-    """Say what the user adds to a run file."""
     return f"add your data{' and a tokenizer' * lacks_tokenizer(model)}"
 
 
@@ -279,7 +277,6 @@ def _positions_told(model: Model, length: int) -> Iterator[str]:
 
 
 def _is_longer(model: Model, best: Estimate) -> bool:
-    """True if rows are longer than the model's positions."""
     return any(_positions_told(model, best.workload.seq_length))
 
 

@@ -85,7 +85,6 @@ class Pricing:
 
     @cached_property
     def calls_of(self) -> dict[str, list[Call]]:
-        """`calls` by the module that makes them."""
         found: dict[str, list[Call]] = {}
         for call in self.calls:
             found.setdefault(call.layer, []).append(call)
@@ -139,7 +138,6 @@ class Pricing:
         return sum((heads.key_size + heads.value_size) * self.scores(heads) for heads in cost.attention)
 
     def layer(self, layer: str, cost: LayerCost) -> LayerPrice:
-        """Price one layer."""
         if layer not in self.forwards:
             self.forwards[layer] = self.forward(layer, cost)
         forward, backward, weights = self.passes(self.forwards[layer])
@@ -229,7 +227,6 @@ class Pricing:
         return tuple(call for module, calls in self.calls_of.items() if _is_of(module, layer) for call in calls)
 
     def call_seconds(self, call: Call) -> float:
-        """Seconds of a call in a micro batch."""
         return self.seconds(call) * call.times
 
     def hidden(self, call: Call) -> float:
@@ -245,7 +242,6 @@ class Pricing:
         return LayerPrice(forward, backward, nothing(), calls=calls)
 
     def head(self) -> LayerPrice:
-        """Price the head's matmul and the loss."""
         products = [
             Product(self.tokens, matmul.inputs, self._outputs(matmul.name, matmul.outputs))
             for matmul in self.plan.facts.outside
@@ -259,11 +255,9 @@ class Pricing:
         return LayerPrice(forward, backward, weights, of_passes(self.traits.host_of_ends), calls=calls)
 
     def head_matmuls(self, products: Iterable[Product]) -> float:
-        """Forward seconds of the head's matmuls."""
         return sum(matmul_seconds(self.chip, product, self.dtype) for product in products)
 
     def logits(self) -> int:
-        """Bytes of one chunk of the loss."""
         return logit_bytes(self.plan, self.shape)
 
     def _outputs(self, module: str, outputs: int) -> int:
@@ -272,8 +266,6 @@ class Pricing:
 
 @dataclass(frozen=True)
 class Sharding(Pricing):
-    """Inputs of shards."""
-
     def shard(self, modules: Sequence[str]) -> Shard:
         """Parameters of modules that have units of their own."""
         names = [name for name in self.plan.placement.shards if is_within(name, modules)]
@@ -406,7 +398,6 @@ class PriceList:
         return self.traits.compiled and splits_sequence and not layout.schedule.splits_backward
 
     def shards(self, layout: Layout) -> Shards:
-        """The parameters of a rank under a layout."""
         key = shard_layout(layout)
         if key not in self._shards:
             self._shards[key] = self._shard(key)
@@ -486,7 +477,6 @@ class PriceList:
         return found
 
     def pricing(self, plan: ParallelPlan, shape: StepShape, dtype: str, forwards: dict[str, Forward]) -> Pricing:
-        """Inputs of the prices of a micro batch."""
         return Pricing(plan, shape, self, dtype, forwards)
 
     def _shard(self, layout: Layout) -> Shards:

@@ -238,7 +238,6 @@ def proposed(budget: Estimate, best: Estimate) -> str:
 
 
 def title(model: str, cluster: Cluster, workload: Workload) -> str:
-    """Title of a plan."""
     rows, tokens = many(workload.global_batch_size, "row"), many(workload.seq_length, "token")
     return f"{model} on {cluster.text}, {rows} of {tokens} a step"
 

@@ -98,7 +98,6 @@ def search(prices: PriceList, workload: Workload, *, top: int = 10, given: Mappi
 
 
 def _closest(space: Space, bounded: Sequence[Bounds]) -> Estimate:
-    """The layout that needs the least memory."""
     least = min(bounded, key=lambda bounds: bounds.needs.min())
     layout = space.layout(least.rows, int(least.needs.argmin()))
     return Step(space.prices, layout, space.workload).estimate()
@@ -192,7 +191,6 @@ class _Set:
 
     @property
     def fastest(self) -> float:
-        """Seconds of the fastest."""
         return float(self.seconds.min())
 
     @property

@@ -50,13 +50,11 @@ class Rows:
         return len(self.work)
 
     def at(self, which: Which) -> "Rows":
-        """The subset `which`."""
         arrays = (self.work[which], self.place[which], self.micro_batches[which], self.zero[which])
         return Rows(self.pp, self.schedule, self.virtual, *arrays)
 
     @property
     def pipeline(self) -> Layout:
-        """The layout's pipeline alone."""
         return Layout(pp=self.pp, pp_schedule=self.schedule, pp_virtual=self.virtual)
 
 
@@ -96,8 +94,6 @@ class Space:
         )
 
     def _agreeing(self, rows: Rows) -> Rows:
-        """The rows that have the given fields."""
-
         def agree(**values: Any) -> bool:
             return all(self.given.get(name, value) == value for name, value in values.items())
 
@@ -112,7 +108,6 @@ class Space:
         return rows.at(places[rows.place] & works[rows.work] & (zeros[rows.zero] | is_whole[rows.place]))
 
     def layout(self, rows: Rows, number: int) -> Layout:
-        """The layout of one row."""
         size, recompute, _ = self.works[rows.work[number]]
         place: Layout = self.places[rows.place[number]]
         return replace(
@@ -238,12 +233,10 @@ class Space:
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """Divisors of a number, in order."""
     return tuple(divisor for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 @cache
 def _sizes(data_ranks: int, batch: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The members of `sizes` that divide the batch."""
     layouts = (Layout(dp_shard=data_ranks, micro_batch_size=size) for size in sizes)
     return tuple(layout.micro_batch_size for layout in layouts if not any(layout.against_batch(batch)))

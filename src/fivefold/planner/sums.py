@@ -81,7 +81,6 @@ class Work:
         )  # fmt: skip
 
     def at(self, places: Places) -> "Work":
-        """The entries at `places`."""
         return Work(*(getattr(self, field.name)[places] for field in fields(self)))
 
 
@@ -104,7 +103,6 @@ class Sent:
         )
 
     def at(self, places: Places) -> "Sent":
-        """The entries at `places`."""
         return Sent(self.gather[places], self.reduce[places], self.near[places])
 
 
@@ -188,7 +186,6 @@ class Edges:
     outer: Numbers | float = 0.0
 
     def at(self, places: Places) -> "Edges":
-        """The entries at `places`."""
         return Edges(*(getattr(self, field.name)[places] for field in fields(self)))
 
     def seconds(self, backward: Numbers | float) -> Numbers:
@@ -199,7 +196,6 @@ class Edges:
 
 
 def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: Layout) -> Edges:
-    """Compute the edges of a pipeline rank."""
     cluster, of_rank = price_list.cluster, shards.of(content)
     units = [(unit, count) for shard, count in of_rank for unit in shard.units]
     replicas = price_list.span(Axis(layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp))

@@ -220,5 +220,4 @@ def step_interval(seconds: Mapping[str, float], doubt: float) -> Interval:
 
 
 def memory_interval(taken: float) -> Interval:
-    """80 % interval of the bytes that are taken."""
     return taken * LEAST_MEMORY, taken * MOST_MEMORY

@@ -39,7 +39,6 @@ class Change:
 
     @property
     def owner(self) -> ModuleType:
-        """The module whose name is replaced."""
         return self.place or sys.modules[self.function.__module__]
 
 

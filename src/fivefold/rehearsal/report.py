@@ -293,7 +293,6 @@ class Rehearsal:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Facts of the rehearsal, by name."""
         memory = gib(self.cluster.chip.memory_bytes)
         return {
             "model": self.model, "layout": self.layout,
@@ -302,7 +301,6 @@ class Rehearsal:
         }  # fmt: skip
 
     def show(self, console: "Console") -> None:
-        """Print for people."""
         to_text(self.findings(), console)
 
     def to_json(self) -> str:

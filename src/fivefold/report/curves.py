@@ -134,7 +134,6 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
 
 
 def _curve(rows: Sequence[Mapping[str, Any]], name: str) -> Curve:
-    """Curve of one metric."""
     measured = [row for row in rows if _is_number(row, name)]
     return thinned([Point(row["step"], row[name], row.get("train/tokens_seen"), _hours(row)) for row in measured])
 

@@ -68,7 +68,6 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """Its heading on the page."""
         return self.on_page or self.name
 
 
@@ -123,8 +122,6 @@ class Notes:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names and values."""
-
     shape: ClassVar[str] = "facts"
     values: Mapping[str, str]
 
@@ -281,7 +278,6 @@ SCRIPT = Path(__file__).with_name("curves.js")
 
 
 def to_html(findings: Findings) -> str:
-    """Render as one HTML file."""
     parts = (part for section in findings.shown_on(On.PAGE) for part in parts_of(section.parts))
     plots = [part for part in parts if isinstance(part, Plot)]
     maps = [plot.drawing for plot in plots if plot.kind == "SliceMap"]
@@ -341,7 +337,6 @@ class Report(Generic[Result]):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the rows' fields."""
         return tuple(column.name for column in fields(self.rows[0])) if self.rows else ()  # type: ignore[arg-type]
 
     def to_json(self) -> str:
@@ -352,7 +347,6 @@ class Report(Generic[Result]):
 
     @property
     def table(self) -> Table:
-        """Its rows as a table."""
         values = [tuple(getattr(row, name) for name in self.columns) for row in self.rows]
         return Table.of_texts(self.columns, values, TONES)
 
@@ -362,7 +356,6 @@ class Report(Generic[Result]):
         return Findings(command=self.title, headline="", ok=self.ok, sections=[Section(parts, self.title)])
 
     def show(self, console: "Console") -> None:
-        """Print for people."""
         to_text(self.findings(), console)
 
 

@@ -77,7 +77,6 @@ class Planned:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Lines for the terminal."""
         return (self.why, *(f"  {row}" for row in self.rows)) if self.why else ()
 
 

@@ -77,7 +77,6 @@ class SliceMap:
 
     @property
     def fills(self) -> set[str]:
-        """Every fill that is used."""
         return {box.fill for part in self.parts for drawing in part.drawings for box in drawing.boxes}
 
 
@@ -227,7 +226,6 @@ def _drawn_dims(shape: tuple[int, ...], held: Holders) -> tuple[int | None, int]
 
 
 def _side(size: int, longest: int) -> float:
-    """Pixels of a side."""
     return round(max(SMALLEST, LARGEST * size / longest), 1)
 
 

@@ -108,7 +108,6 @@ class JsonLinesFormat(Records):
 
 
 def _has_record(path: Path, where: str) -> bool:
-    """True if a line is not blank."""
     with path.open("rb") as file:
         return any(line.removeprefix(_MARK).strip() for _, line in lines_of(file, where))
 

@@ -118,7 +118,6 @@ def _holds_strings(kind: Any) -> bool:
 
 
 def _holds_integers(kind: Any) -> bool:
-    """True for lists of integers."""
     from pyarrow import types
 
     tests = (types.is_list, types.is_large_list, types.is_fixed_size_list)

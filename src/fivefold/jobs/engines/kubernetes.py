@@ -8,7 +8,6 @@ from fivefold.jobs.text import Note, yaml_of
 
 
 def text(job: Job) -> str:
-    """The three objects."""
     pods.check(job, "kubernetes")
     return yaml_of(job.head, [pods.run_file(job), _service(job), _job(job)])
 

@@ -11,7 +11,6 @@ VOLUME = "/volume"  # where the folder is that all nodes share
 
 
 def text(job: Job) -> str:
-    """The task."""
     job.check_image("skypilot")
     job.check_travels("SkyPilot")
     if job.minutes is not None:
