@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fivefold.checkpoint import model_folder
 from fivefold.checkpoint.agreement import base_source, check_base
@@ -294,23 +293,6 @@ def adapter_of(checkpoint: Checkpoint) -> "CheckpointAdapter | None":
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """The tensors of a merged model, in its order, each once."""
-
-    source: Merged
-
-    @property
-    def ordered(self) -> tuple[str, ...]:
-        return tuple(self.source.shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(name)
-
-    def whole(self, name: str) -> Tensor:
-        return self.source.whole(name)
-
-
-@dataclass(frozen=True)
 class CheckpointAdapter:
     """The adapter in a checkpoint of a run."""
 
@@ -327,7 +309,7 @@ class CheckpointAdapter:
     def _model(self) -> Any:
         return build_meta(load_model_config(self.checkpoint.model_folder))
 
-    def merged(self, stored: Stored, room: int | None) -> tuple["WholeTensors", MergeCheck]:
+    def merged(self, stored: Stored, room: int | None) -> tuple[WholeTensors, MergeCheck]:
         """The model with merged weights, fp32, and the comparison of its logits; see `check_merged`. Raises `UserError`
         if the model's own weights are gone, `RunFailed` if the logits differ."""
         transposed = transposed_modules(self._model)
@@ -337,7 +319,7 @@ class CheckpointAdapter:
             base = InNf4(base, [target.weight for target in targets_of(facts_of(self._model), self.lora)])
         merged = Merged(base, adapter, self.lora, transposed)
         check = check_merged(self._model.config, base, adapter, merged, self.lora, stored, room)
-        return _Whole(merged), check
+        return merged, check
 
     def write(
         self, out: Path, run: str | Path, dtype: str | None, *, arguments: str, force: bool

@@ -146,11 +146,6 @@ class CheckpointSource(TensorSource):
         self.kind, self._folder, self._records = kind, folder, records
         self.shapes = {name: record.shape for name, record in records.items()}
 
-    @property
-    def ordered(self) -> tuple[str, ...]:
-        """Names in the model's order."""
-        return tuple(self._records)
-
     def dtype(self, name: str) -> torch.dtype:
         return getattr(torch, self._records[name].dtype)  # type: ignore[no-any-return]
 

@@ -58,6 +58,11 @@ class TensorSource(ABC):
     def names(self) -> set[str]:
         return set(self.shapes)
 
+    @property
+    def ordered(self) -> tuple[str, ...]:
+        """Names in the model's order."""
+        return tuple(self.shapes)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self.shapes[name]
 

@@ -83,19 +83,17 @@ class Failures:
     @property
     def goodput(self) -> float:
         """Share of all time spent on steps that count."""
-        return self._goodput(self.every, self.restart_seconds)
+        return self.goodput_at(self.every)
 
     @property
     def goodput_of_hangs(self) -> float:
         """The same where no failure is seen before `train.collective_timeout`."""
-        return self._goodput(self.every, self.restart_seconds + HANG_SECONDS)
+        return self.goodput_at(self.every, HANG_SECONDS)
 
-    def goodput_at(self, every: int) -> float:
-        """Goodput with another number of steps between checkpoints."""
-        return self._goodput(every, self.restart_seconds)
-
-    def _goodput(self, every: int, restart: float) -> float:
-        return goodput(every * self.step, self.stall_seconds, restart + self.write, self.between)
+    def goodput_at(self, every: int, unseen: float = 0.0) -> float:
+        """Goodput with another number of steps between checkpoints; `unseen`: seconds until a failure is seen."""
+        lost = self.restart_seconds + unseen + self.write
+        return goodput(every * self.step, self.stall_seconds, lost, self.between)
 
     def to_json(self) -> dict[str, object]:
         return {

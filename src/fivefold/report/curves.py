@@ -6,8 +6,8 @@ from the numbers that each carries as JSON.
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -51,6 +51,7 @@ class Point(NamedTuple):
 
 Curve = list[Point]
 Curves = Mapping[str, Curve]  # by name
+Scale = Callable[[float], float]  # a value -> its pixels along an axis
 Grid = tuple[tuple[float, float | None], ...]  # the steps and tokens of a curve's points
 
 
@@ -86,38 +87,6 @@ class Drawing:
     end: float  # pixels to the right end of the axis
     averaged: bool
     data: str
-
-
-@dataclass(frozen=True)
-class Linear:
-    """An axis from `low` to `high`."""
-
-    low: float
-    high: float
-
-    def part(self, value: float) -> float:
-        """Position of `value` on the axis, from 0 to 1."""
-        return (value - self.low) / (self.high - self.low)
-
-
-@dataclass(frozen=True)
-class Axes:
-    """A box in pixels with a scale on each side. `y` grows upwards."""
-
-    left: float
-    top: float
-    width: float
-    height: float
-    x: Linear
-    y: Linear
-
-    def x_at(self, value: float) -> float:
-        """Pixel position of a value of the lower axis."""
-        return self.left + self.x.part(value) * self.width
-
-    def y_at(self, value: float) -> float:
-        """Pixel position of a value of the left axis."""
-        return self.top + (1 - self.y.part(value)) * self.height
 
 
 def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
@@ -175,35 +144,39 @@ def draw(found: Mapping[str, Curves], marks: Sequence[Mark], *, averaged: bool) 
         "marks": [mark.step for mark in shown],
         "right": right,
     }
-    steps = Linear(first, last if last > first else first + 1)
-    axes = Axes(LEFT, TOP, WIDTH - LEFT - right, HEIGHT - TOP - BOTTOM, steps, steps)
+    last = last if last > first else first + 1
+    x_at = _scale(first, last, LEFT, WIDTH - right)
     return Drawing(
-        [_panel(title, curves, grids, axes) for title, curves in found.items()],
-        [(axes.x_at(tick), human(tick)) for tick in nice(steps.low, steps.high, 5, whole=True)],
-        [(axes.x_at(mark.step), mark) for mark in shown],
+        [_panel(title, curves, grids, x_at) for title, curves in found.items()],
+        [(x_at(tick), human(tick)) for tick in nice(first, last, 5, whole=True)],
+        [(x_at(mark.step), mark) for mark in shown],
         WIDTH - right,
         averaged,
         _json(data),
     )
 
 
-def _panel(title: str, curves: Curves, grids: Sequence[Grid], axes: Axes) -> PanelDrawing:
+def _scale(low: float, high: float, start: float, end: float) -> Scale:
+    return lambda value: start + (value - low) / (high - low) * (end - start)
+
+
+def _panel(title: str, curves: Curves, grids: Sequence[Grid], x_at: Scale) -> PanelDrawing:
     values = [point.value for curve in curves.values() for point in curve]
     ticks = nice(min(values), max(values), 5)
     low, high = min(ticks[0], *values), max(ticks[-1], *values)
     if high <= low:  # draw a constant in the middle
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
-    axes = replace(axes, y=Linear(low, high))
+    y_at = _scale(low, high, HEIGHT - BOTTOM, TOP)
     lines, data = [], []
     for name, curve in curves.items():
-        places = [f"{axes.x_at(point.step):.1f} {axes.y_at(point.value):.1f}" for point in curve]
+        places = [f"{x_at(point.step):.1f} {y_at(point.value):.1f}" for point in curve]
         dots = "".join(f"M{place}h0" for place in places) if len(places) < DOTTED else ""
         lines.append(("M" + "L".join(places), dots))
         told = shown(LABELS.get(name, name))  # a browser decodes the escapes of JSON
         data.append([grids.index(_grid(curve)), [_short(point.value) for point in curve], told])
     is_loss = title == LOSS
     labels = [
-        (axes.y_at(tick), label(tick, ticks), perplexity(tick) if is_loss and abs(tick) < 50 else "") for tick in ticks
+        (y_at(tick), label(tick, ticks), perplexity(tick) if is_loss and abs(tick) < 50 else "") for tick in ticks
     ]
     legend = [LABELS.get(name, name) for name in curves] if len(curves) > 1 else []
     return PanelDrawing(
