@@ -261,6 +261,11 @@ class DataSection(Section):
         "1 = as packed; set it to layout.cp",
     )  # fmt: skip
 
+    @property
+    def fraction(self) -> float:
+        """The held-out part of the documents; 0 with a validation list."""
+        return 0.0 if isinstance(self.validation, tuple) else self.validation
+
 
 class TrainSection(Section):
     max_steps: Count | None = Field(

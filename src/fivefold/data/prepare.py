@@ -22,10 +22,10 @@ from fivefold.core.units import many
 from fivefold.data.counts import DataCounts, RowCounts, SourceCounts
 from fivefold.data.formats import discover
 from fivefold.data.pack import for_ranks
-from fivefold.data.rows import PackedRows, Pool, RowIndex, RowSource, build_index, kept_counts, rows_in, write_rows
+from fivefold.data.rows import PackedRows, Packing, Pool, RowIndex, RowSource, kept_counts
 from fivefold.data.source import FileList, Source, resolve
 from fivefold.data.spans import Turn
-from fivefold.data.split import Int64s, bases_of, block_size, blocks_of, held_out, spans_of, store_at
+from fivefold.data.split import Spans, bases_of, block_size, blocks_of, held_out, spans_of, store_at
 from fivefold.data.store import BLOCK, Say, TokenStore, check_settings, store_for
 from fivefold.data.stream import StreamedRows, settings_of
 from fivefold.data.tokenizer import TokenizerInfo, find_tokenizer
@@ -35,7 +35,6 @@ _ROWS_VERSION = 1  # raise when the rows of the same tokens change
 _SPLIT_VERSION = 2  # raise when the rows of runs with a held-out fraction change
 
 Stores = tuple[TokenStore, ...]
-Spans = tuple[Int64s, Int64s]  # start and length
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,11 +90,20 @@ def prepare(
 
     stores, held = tuple(map(store_of, train)), tuple(map(store_of, validation))
     _check_objective(config, [*zip(train, stores, strict=True), *zip(validation, held, strict=True)])
-    plan = _Plan.of(config, stores, held)
+    weights = tuple(source.weight for source in config.data.train)
+    plan = _Plan(stores, held, weights, config.data.fraction, Packing.of(config, tokenizer.eos_token_id))
     folder = root / "rows" / plan.key
 
     counts = kept_counts(folder, root, say, plan.build)
-    return _open(plan, folder, counts, tokenizer, config.train.seed, train, validation)
+    pools = [Pool(weight, *numbers) for weight, numbers in zip(plan.pool_weights, counts["pools"], strict=True)]
+    rows, held_rows = plan.packing.read(folder / "train", stores, counts["train"], pools), None
+    if of_held := counts["validation"]:
+        held_rows = plan.packing.read(folder / "validation", held or stores, of_held)
+    every = (*stores, *held)
+    return _prepared(
+        config, tokenizer, train, validation, every, [vars(store.meta) for store in every], rows, held_rows, plan.key,
+        sources=plan.sources(counts["sources"], train), repeated=counts["repeated"],
+    )  # fmt: skip
 
 
 def inputs(
@@ -181,16 +189,7 @@ class _Plan:
     held: Stores  # those of a validation list
     weights: tuple[float, ...]  # one per store
     fraction: float
-    seq_length: int
-    packing: bool
-    ranks: int  # of context parallelism, for which documents are ordered
-
-    @classmethod
-    def of(cls, config: RunConfig, stores: Stores, held: Stores) -> "_Plan":
-        data = config.data
-        fraction = data.validation if isinstance(data.validation, float | int) else 0.0
-        weights = tuple(source.weight for source in data.train)
-        return cls(stores, held, weights, fraction, data.seq_length, data.packing, data.balance_documents)
+    packing: Packing
 
     @property
     def key(self) -> str:
@@ -198,10 +197,9 @@ class _Plan:
         ratios = [str(Fraction(weight) / Fraction(max(self.weights))) for weight in self.weights]
         weighted = [ratios] if len(self.pool_weights) > 1 else []
         bos = [{"bos": self.bos}] if self.bos else []
-        version = _SPLIT_VERSION if self.fraction else _ROWS_VERSION
-        return key_of(
-            version, contents, self.fraction, self.seq_length, self.packing, *weighted, *bos, *for_ranks(self.ranks)
-        )
+        version, packing = _SPLIT_VERSION if self.fraction else _ROWS_VERSION, self.packing
+        others = [*weighted, *bos, *for_ranks(packing.ranks)]
+        return key_of(version, contents, self.fraction, packing.seq_length, packing.joins, *others)
 
     @property
     def bos(self) -> tuple[int, ...]:
@@ -227,11 +225,9 @@ class _Plan:
             "validation": None,
             "repeated": repeated,
         }
-        _check_rows(RowCounts(**counts["train"]), self.seq_length)
+        _check_rows(RowCounts(**counts["train"]), self.packing.seq_length)
         if held:
-            index, of_held = self._rows(held, self.held or self.stores)
-            index.save(folder / "validation")
-            counts["validation"] = asdict(of_held)
+            counts["validation"] = self.packing.write(folder / "validation", self.held or self.stores, held)
         return counts
 
     def _split(self) -> tuple[Spans, Spans | None, int]:
@@ -250,7 +246,7 @@ class _Plan:
         bases = bases_of(self.stores)
         weight_of = np.array(self.weights)[store_at(bases, spans[0])]
         pools = [weight_of == weight for weight in self.pool_weights]
-        built = [self._rows((spans[0][pool], spans[1][pool]), self.stores) for pool in pools]
+        built = [self.packing.index(self.stores, (spans[0][pool], spans[1][pool])) for pool in pools]
         index = RowIndex.join([index for index, _ in built])
         index.save(folder)
         tokens = np.zeros(len(self.stores), np.int64)
@@ -260,9 +256,6 @@ class _Plan:
             "pools": [[counts.rows, counts.tokens] for _, counts in built],
             "sources": tokens.tolist(),
         }
-
-    def _rows(self, spans: Spans, stores: Stores) -> tuple[RowIndex, RowCounts]:
-        return build_index(stores, *spans, seq_length=self.seq_length, packing=self.packing, ranks=self.ranks)
 
     def sources(self, tokens: Sequence[int], files: Sequence[FileList]) -> tuple[SourceCounts, ...]:
         """The counts of each source; `tokens`: its tokens in the rows."""
@@ -290,60 +283,40 @@ def _check_rows(counts: RowCounts, seq_length: int) -> None:
     raise UserError(f"data.train: no document has two tokens or more ({counts.spans:,} documents)", fix="add text")
 
 
-def _open(
-    plan: _Plan,
-    folder: Path,
-    counts: Mapping[str, Any],
-    tokenizer: TokenizerInfo,
-    seed: int,
-    files: Sequence[FileList],
-    held: Sequence[FileList],
-) -> PreparedData:
-    def rows(side: str, stores: Stores, pools: Sequence[Pool]) -> PackedRows:
-        index, number = RowIndex.load(folder / side), RowCounts(**counts[side])
-        return PackedRows(index, stores, number, tuple(pools), plan.seq_length, tokenizer.eos_token_id, seed)
-
-    stores = (*plan.stores, *plan.held)
-    pools = [Pool(weight, *numbers) for weight, numbers in zip(plan.pool_weights, counts["pools"], strict=True)]
-    train, validation = rows("train", plan.stores, pools), None
-    if side := counts["validation"]:
-        whole = Pool(1.0, side["rows"], side["tokens"])
-        validation = rows("validation", plan.held or plan.stores, [whole])
+def _prepared(
+    config: RunConfig, tokenizer: TokenizerInfo, files: Sequence[FileList], held: Sequence[FileList], stores: Stores,
+    metas: Sequence[Mapping[str, Any]], train: RowSource, validation: PackedRows | None, fingerprint: str, *,
+    sources: tuple[SourceCounts, ...] = (), repeated: int = 0, streamed: str = "",
+) -> PreparedData:  # fmt: skip
+    """The data of a run, of `files` and those of its validation list, whose tokens are in `stores`. `metas`: reports on
+    them, as in `StoreMeta`. `validation`: None if no text was held out."""
+    every = (*files, *held)
     return PreparedData(
         tokenizer=tokenizer,
         train=train,
         validation=validation or None,  # None if it has no rows
         counts=DataCounts(
-            **_reports((*files, *held), tokenizer, stores, [vars(store.meta) for store in stores]),
-            seq_length=plan.seq_length,
-            train=train.counts,
-            sources=plan.sources(counts["sources"], files),
+            files=sum(len(one.files) for one in every),
+            files_left_out=sum(len(one.left_out) for one in every),
+            documents=sum(store.meta.documents for store in stores),
+            tokens=sum(store.meta.tokens for store in stores),
+            bos=_bos_line(tokenizer, stores),
+            tokenizer=_remarks(tokenizer, stores),
+            answers_alone=tuple(line for meta in metas for line in meta["answers_alone"]),
+            **{kind: tuple(meta[kind] for meta in metas if meta[kind]) for kind in ("columns", "ids", "odd")},
+            seq_length=train.seq_length,
+            train=train.sample.counts,
+            sources=sources,
             validation=None if validation is None else validation.counts,
-            validation_asked=bool(plan.held) or plan.fraction > 0,
-            repeated=counts["repeated"],
-            fraction=plan.fraction,
+            validation_asked=bool(config.data.validation),
+            repeated=repeated,
+            fraction=config.data.fraction,
+            streamed=streamed,
             held=tuple(one.name for one in held),
         ),
-        fingerprint=plan.key,
-        files={name: digest for one in (*files, *held) for name, digest in one.named.items()},
+        fingerprint=fingerprint,
+        files={name: digest for one in every for name, digest in one.named.items()},
     )
-
-
-def _reports(
-    files: Sequence[FileList], tokenizer: TokenizerInfo, stores: Stores, metas: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Fields of `DataCounts` that do not depend on the rows: of `files`, their tokens in `stores`, and the reports of
-    `metas`, fields of `StoreMeta`."""
-    return {
-        "files": sum(len(one.files) for one in files),
-        "files_left_out": sum(len(one.left_out) for one in files),
-        "documents": sum(store.meta.documents for store in stores),
-        "tokens": sum(store.meta.tokens for store in stores),
-        "bos": _bos_line(tokenizer, stores),
-        "tokenizer": _remarks(tokenizer, stores),
-        "answers_alone": tuple(line for meta in metas for line in meta["answers_alone"]),
-        **{kind: tuple(meta[kind] for meta in metas if meta[kind]) for kind in ("columns", "ids", "odd")},
-    }
 
 
 def _streamed(
@@ -369,50 +342,31 @@ def _streamed(
     )  # fmt: skip
     stores = tuple(store_for(files, tokenizer, root, progress, say) for files in validation)
     _check_objective(config, list(zip(validation, stores, strict=True)))
-    held = _held_rows(stores, rows, root, say) if stores else rows.held_out()
+    held = _held_rows(stores, rows.packing, root, say) if stores else rows.held_out()
     first = rows.sample
     _check_rows(first.counts, data.seq_length)
     metas = [*settings_of(units, rows.first), *(vars(store.meta) for store in stores)]
     total = sum(len(source.units) for source in units)
-    return PreparedData(
-        tokenizer=tokenizer,
-        train=rows,
-        validation=held or None,
-        counts=DataCounts(
-            **_reports((*train, *validation), tokenizer, (*first.stores, *stores), metas),
-            seq_length=data.seq_length,
-            train=first.counts,
-            sources=(),
-            validation=held.counts if held else None,
-            validation_asked=bool(data.validation),
-            repeated=0,
-            fraction=0.0 if stores else float(data.validation),  # type: ignore[arg-type]
-            streamed=f"{', '.join(one.name for one in train)}: {many(total, 'unit')} of text in "
-            f"{many(rows.order.windows, 'window')}; of the first window:",
-            held=tuple(one.name for one in validation),
-        ),
-        fingerprint=key_of(rows.fingerprint, [[store.meta.content, store.meta.tokenizer] for store in stores]),
-        files={name: digest for one in (*train, *validation) for name, digest in one.named.items()},
-    )
+    fingerprint = key_of(rows.fingerprint, [[store.meta.content, store.meta.tokenizer] for store in stores])
+    return _prepared(
+        config, tokenizer, train, validation, (*first.stores, *stores), metas, rows, held, fingerprint,
+        streamed=f"{', '.join(one.name for one in train)}: {many(total, 'unit')} of text in "
+        f"{many(rows.order.windows, 'window')}; of the first window:",
+    )  # fmt: skip
 
 
-def _held_rows(stores: Stores, rows: StreamedRows, root: Path, say: Say) -> PackedRows:
+def _held_rows(stores: Stores, packing: Packing, root: Path, say: Say) -> PackedRows:
     blocks = blocks_of(stores)
     spans = spans_of(blocks, np.ones(len(blocks.hash), np.bool_))
 
     def build(folder: Path) -> dict[str, Any]:
-        packed = write_rows(
-            folder / "validation", stores, spans, seq_length=rows.seq_length, packing=rows.packing, ranks=rows.ranks
-        )
-        return {"validation": packed}
+        return {"validation": packing.write(folder / "validation", stores, spans)}
 
     contents = [[store.meta.content, store.meta.tokenizer] for store in stores]
-    key = key_of("validation", _ROWS_VERSION, contents, rows.seq_length, rows.packing, *for_ranks(rows.ranks))
+    key = key_of("validation", _ROWS_VERSION, contents, packing.seq_length, packing.joins, *for_ranks(packing.ranks))
     folder = root / "rows" / key
     counts = kept_counts(folder, root, say, build)["validation"]
-    return rows_in(
-        folder / "validation", stores, counts, seq_length=rows.seq_length, pad_id=rows.pad_id, seed=rows.order.seed
-    )
+    return packing.read(folder / "validation", stores, counts)
 
 
 def _is_rendered(stores: Stores) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.config import RunConfig
 from fivefold.core.cache import entry
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.data.batch import MicroBatch, Piece, assemble
@@ -25,6 +26,7 @@ from fivefold.data.pack import one_per_row, order_rows, pack
 from fivefold.data.split import (
     Int64s,
     Pieces,
+    Spans,
     are_examples,
     are_pairs,
     bases_of,
@@ -66,40 +68,6 @@ class RowIndex:
         if not len(start) == len(length) == len(has_next) == int(offsets[-1]):
             raise ValueError(f"{folder}: the arrays do not belong together")
         return cls(Pieces(start, length, has_next), offsets)
-
-
-def build_index(
-    stores: Sequence[TokenStore], start: Int64s, length: Int64s, *, seq_length: int, packing: bool, ranks: int = 1
-) -> tuple[RowIndex, RowCounts]:
-    """The rows of the spans (`start`, `length`: int64 [spans]) of `stores`; counts of cuts, omissions and padding.
-    `ranks`: of context parallelism, for which the documents of a row are ordered."""
-    spans, is_pair = len(start), are_pairs(stores, start)
-    fits = ~is_pair | (length <= seq_length)
-    start, length = (start, length) if fits.all() else (start[fits], length[fits])  # large arrays with many documents
-    is_example, is_long = are_examples(stores, start), length > seq_length
-    cut = pieces_of(start, np.where(is_example, np.minimum(length, seq_length), length), seq_length)
-    targets = trained_targets(stores, cut)
-    pieces = cut.select(targets > 0)
-    offsets, order = pack(pieces.length, seq_length) if packing else one_per_row(len(pieces))
-    order = order_rows(pieces.length, offsets, order, seq_length, ranks)
-    index = RowIndex(Pieces(pieces.start[order], pieces.length[order], pieces.has_next[order]), offsets)
-    tokens = int(pieces.length.sum())
-    counts = RowCounts(
-        spans=spans,
-        split=int((is_long & ~is_example).sum()),
-        without_target=int((cut.targets == 0).sum()),
-        rows=len(index),
-        tokens=tokens,
-        targets=int(targets.sum()),
-        padding=len(index) * seq_length - tokens,
-        examples=int(is_example.sum()),
-        shortened=int((is_long & is_example).sum()),
-        untrained=int(((targets == 0) & (cut.targets > 0)).sum()),
-        pairs=int(are_pairs(stores, pieces.start).sum()),
-        rated=any(store.meta.rated for store in stores),
-        too_long=int((~fits).sum()),
-    )
-    return index, counts
 
 
 def kept_counts(folder: Path, root: Path, say: Say, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -365,20 +333,70 @@ class PackedRows(RowSource):
         return RowOrder([pool.rows for pool in self.pools], [pool.weight for pool in self.pools], self.seed)
 
 
-def write_rows(
-    folder: Path, stores: tuple[TokenStore, ...], spans: tuple[NDArray[np.int64], NDArray[np.int64]], *,
-    seq_length: int, packing: bool, ranks: int,
-) -> dict[str, Any]:  # fmt: skip
-    """Pack spans of the stores into `folder`, and return the counts of the rows."""
-    index, counts = build_index(stores, *spans, seq_length=seq_length, packing=packing, ranks=ranks)
-    index.save(folder)
-    return asdict(counts)
+@dataclass(frozen=True)
+class Packing:
+    """How spans of tokens become rows. `joins`: several documents share a row. `ranks`: of context parallelism, for
+    which the documents of a row are ordered. `seed`: of the order of the rows."""
 
+    seq_length: int
+    pad_id: int
+    seed: int = 0
+    joins: bool = True
+    ranks: int = 1
 
-def rows_in(
-    folder: Path, stores: tuple[TokenStore, ...], counts: Mapping[str, Any], *, seq_length: int, pad_id: int, seed: int
-) -> PackedRows:
-    """The rows that `write_rows` put in `folder`, as one pool."""
-    of_rows = RowCounts(**counts)
-    pool = Pool(1.0, of_rows.rows, of_rows.tokens)
-    return PackedRows(RowIndex.load(folder), stores, of_rows, (pool,), seq_length, pad_id, seed)
+    @classmethod
+    def of(cls, config: RunConfig, pad_id: int) -> "Packing":
+        data = config.data
+        return cls(data.seq_length, pad_id, config.train.seed, data.packing, data.balance_documents)
+
+    def index(self, stores: Sequence[TokenStore], spans: Spans) -> tuple[RowIndex, RowCounts]:
+        """The rows of the spans of `stores`; counts of cuts, omissions and padding."""
+        (start, length), seq_length = spans, self.seq_length
+        is_pair = are_pairs(stores, start)
+        fits = ~is_pair | (length <= seq_length)
+        start, length = (
+            (start, length) if fits.all() else (start[fits], length[fits])
+        )  # large arrays with many documents
+        is_example, is_long = are_examples(stores, start), length > seq_length
+        cut = pieces_of(start, np.where(is_example, np.minimum(length, seq_length), length), seq_length)
+        targets = trained_targets(stores, cut)
+        pieces = cut.select(targets > 0)
+        offsets, order = pack(pieces.length, seq_length) if self.joins else one_per_row(len(pieces))
+        order = order_rows(pieces.length, offsets, order, seq_length, self.ranks)
+        index = RowIndex(Pieces(pieces.start[order], pieces.length[order], pieces.has_next[order]), offsets)
+        tokens = int(pieces.length.sum())
+        counts = RowCounts(
+            spans=len(spans[0]),
+            split=int((is_long & ~is_example).sum()),
+            without_target=int((cut.targets == 0).sum()),
+            rows=len(index),
+            tokens=tokens,
+            targets=int(targets.sum()),
+            padding=len(index) * seq_length - tokens,
+            examples=int(is_example.sum()),
+            shortened=int((is_long & is_example).sum()),
+            untrained=int(((targets == 0) & (cut.targets > 0)).sum()),
+            pairs=int(are_pairs(stores, pieces.start).sum()),
+            rated=any(store.meta.rated for store in stores),
+            too_long=int((~fits).sum()),
+        )
+        return index, counts
+
+    def write(self, folder: Path, stores: Sequence[TokenStore], spans: Spans) -> dict[str, Any]:
+        """Pack spans of the stores into `folder`, and return the counts of the rows."""
+        index, counts = self.index(stores, spans)
+        index.save(folder)
+        return asdict(counts)
+
+    def read(
+        self, folder: Path, stores: tuple[TokenStore, ...], counts: Mapping[str, Any], pools: Sequence[Pool] = ()
+    ) -> PackedRows:
+        """The rows that are written in `folder`."""
+        return self.rows(RowIndex.load(folder), RowCounts(**counts), stores, pools)
+
+    def rows(
+        self, index: RowIndex, counts: RowCounts, stores: tuple[TokenStore, ...], pools: Sequence[Pool] = ()
+    ) -> PackedRows:
+        """The rows of an index; one pool unless there are others."""
+        pools = pools or (Pool(1.0, counts.rows, counts.tokens),)
+        return PackedRows(index, stores, counts, tuple(pools), self.seq_length, self.pad_id, self.seed)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from fivefold.data.store import BLOCK, TokenStore, block_hashes
 
 Int64s = NDArray[np.int64]
+Spans = tuple[Int64s, Int64s]  # start and length of each, in tokens of all stores
 
 _SMALLEST_BLOCK = 64  # tokens: less context is not enough to judge a model
 _BLOCKS_HELD_OUT = 4  # at least, if the text allows: held-out tokens are then within an eighth of the request
@@ -144,8 +145,8 @@ def _nearest(blocks: Blocks, candidates: NDArray[np.uint64], wanted: float) -> n
     return np.uint64(candidates[int(np.abs(upto - wanted).argmin())])
 
 
-def spans_of(blocks: Blocks, side: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
-    """Start and length of each span on the side where `side` is true: int64 [spans] each."""
+def spans_of(blocks: Blocks, side: NDArray[np.bool_]) -> Spans:
+    """The spans on the side where `side` is true: int64 [spans] each."""
     same = (blocks.document[1:] == blocks.document[:-1]) & side[1:] & side[:-1]
     first = side & ~np.concatenate([[False], same])
     last = side & ~np.concatenate([same, [False]])

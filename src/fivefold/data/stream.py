@@ -30,7 +30,7 @@ from fivefold.core.units import many
 from fivefold.data.batch import Piece
 from fivefold.data.order import permutation
 from fivefold.data.pack import for_ranks
-from fivefold.data.rows import PackedRows, RowSource, kept_counts, rows_in, write_rows
+from fivefold.data.rows import PackedRows, Packing, RowSource, kept_counts
 from fivefold.data.source import FileList
 from fivefold.data.split import blocks_of, spans_of
 from fivefold.data.store import Say, TokenStore
@@ -83,9 +83,9 @@ class StreamedRows(RowSource):
         than the objective trains."""
         data = config.data
         self.order = order = UnitOrder(tuple(units), config.train.seed)
-        self.seq_length, self.packing, self.pad_id = data.seq_length, data.packing, tokenizer.eos_token_id
-        self.ranks = data.balance_documents
-        self._fraction = data.validation if isinstance(data.validation, float | int) else 0.0
+        self.packing = Packing.of(config, tokenizer.eos_token_id)
+        self.seq_length, self.pad_id = data.seq_length, tokenizer.eos_token_id
+        self._fraction = data.fraction
         self._config, self._root = config, root
         self._tokenizer, self._check, self._say = tokenizer, check, say
         self._begins = [(0, 0)]  # known places where a window begins, with its number
@@ -101,8 +101,8 @@ class StreamedRows(RowSource):
     def fingerprint(self) -> str:
         """A hash of all that the rows follow from, besides the seed; the files are those of the manifests."""
         sources = [[one.folder.name, one.state, [asdict(unit) for unit in one.units]] for one in self.order.sources]
-        options = [self._fraction, self.seq_length, self.packing, WINDOW, list(self._tokenizer.bos_token_ids)]
-        options += for_ranks(self.ranks)
+        options = [self._fraction, self.seq_length, self.packing.joins, WINDOW, list(self._tokenizer.bos_token_ids)]
+        options += for_ranks(self.packing.ranks)
         return key_of(_POSITION, _VERSION, sources, options)
 
     # ---- windows -------------------------------------------------------------------------------------------------
@@ -144,22 +144,13 @@ class StreamedRows(RowSource):
                 out = blocks.hash < np.uint64(min(int(self._fraction * 2**64), 2**64 - 1))
                 sides = {"train": ~out, "validation": out} if self._fraction else {"train": ~out}
                 return {
-                    name: write_rows(
-                        folder / name,
-                        stores,
-                        spans_of(blocks, in_),
-                        seq_length=self.seq_length,
-                        packing=self.packing,
-                        ranks=self.ranks,
-                    )
+                    name: self.packing.write(folder / name, stores, spans_of(blocks, in_))
                     for name, in_ in sides.items()
                 }
 
             folder = self._root / "rows" / key_of(self.fingerprint, units)
             found = kept_counts(folder, self._root, self._say, build)[side]
-        return rows_in(
-            folder / side, stores, found, seq_length=self.seq_length, pad_id=self.pad_id, seed=self.order.seed
-        )
+        return self.packing.read(folder / side, stores, found)
 
     def _store(self, at: int, number: int) -> TokenStore:
         source = self.order.sources[at]

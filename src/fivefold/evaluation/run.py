@@ -15,7 +15,7 @@ from fivefold.core.errors import UserError
 from fivefold.data import prepare
 from fivefold.data.examples import Example, Preference, TokenIds
 from fivefold.data.formats import discover
-from fivefold.data.rows import PackedRows, Pool, build_index
+from fivefold.data.rows import PackedRows, Packing
 from fivefold.data.source import FileList, Source, resolve
 from fivefold.data.split import blocks_of, spans_of
 from fivefold.data.store import store_for
@@ -96,11 +96,11 @@ def rows_of(files: FileList, opened: OpenModel, seq_length: int) -> PackedRows:
         raise _of_pairs(f"--text: {files.name} holds")
     blocks = blocks_of([store])
     spans = spans_of(blocks, np.ones(len(blocks.hash), np.bool_))
-    index, counts = build_index([store], *spans, seq_length=seq_length, packing=True)
+    packing = Packing(seq_length, opened.info.eos_token_id)
+    index, counts = packing.index([store], spans)
     if not len(index):
         raise UserError(f"--text: {files.name} has no token to predict", fix="name a longer text")
-    pool = Pool(1.0, counts.rows, counts.tokens)
-    return PackedRows(index, (store,), counts, (pool,), seq_length, opened.info.eos_token_id, seed=0)
+    return packing.rows(index, counts, (store,))
 
 
 def text_bytes(files: FileList, opened: OpenModel) -> int | None:

@@ -25,7 +25,7 @@ from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import Stopped
 from fivefold.data.counts import DataCounts, SourceCounts
 from fivefold.data.prepare import PreparedData, prepare
-from fivefold.data.rows import PackedRows, Pool, build_index
+from fivefold.data.rows import Packing
 from fivefold.data.store import StoreMeta, TokenStore
 from fivefold.data.tokenizer import TokenizerInfo
 from fivefold.launch.worker import die_with_parent
@@ -141,11 +141,9 @@ def synthetic(config: RunConfig, folder: Path) -> PreparedData:
     )  # fmt: skip
     starts = np.arange(0, len(tokens), size, dtype=np.int64)
     stores, sizes = (TokenStore(folder, meta),), np.full_like(starts, size)
-    index, counts = build_index(
-        stores, starts, sizes, seq_length=length, packing=config.data.packing, ranks=config.data.balance_documents
-    )
-    pool = Pool(1.0, counts.rows, counts.tokens)
-    rows = PackedRows(index, stores, counts, (pool,), length, 0, config.train.seed)
+    packing = Packing.of(config, pad_id=0)
+    index, counts = packing.index(stores, (starts, sizes))
+    rows = packing.rows(index, counts, stores)
     is_held_out = bool(config.data.validation)
     source = SourceCounts("synthetic", meta.documents, counts.tokens, 1.0, 1.0)
     return PreparedData(
