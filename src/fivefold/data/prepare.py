@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from fractions import Fraction
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,12 @@ def prepare(
         return _streamed(config, root, train, validation, tokenizer, progress, say)
 
     def store_of(files: FileList) -> TokenStore:
-        return store_for(files, tokenizer, root, progress, say, TextUnits.find(files, tokenizer, root))
+        units = TextUnits.find(files, tokenizer, root)
+        write = partial(units.join, progress=progress, say=say) if units else None
+        store = store_for(files, tokenizer, root, progress, say, write)
+        if units:
+            units.close(store.folder)
+        return store
 
     stores, held = tuple(map(store_of, train)), tuple(map(store_of, validation))
     _check_objective(config, [*zip(train, stores, strict=True), *zip(validation, held, strict=True)])

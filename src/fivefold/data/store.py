@@ -21,7 +21,7 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,27 +200,17 @@ def _check_tokens(store: TokenStore, root: Path) -> None:
     trust(path, root)
 
 
-class Prepared(Protocol):
-    """Tokens of a source that were made ahead (`data.units`)."""
-
-    def join(self, writer: "StoreWriter", progress: Progress | None, say: Say) -> None:
-        """Write every document of the source, in order."""
-
-    def close(self, store: Path) -> None:
-        """Remove the parts, which `store` holds now."""
-
-
 def store_for(
     files: FileList,
     tokenizer: TokenizerInfo,
     root: Path,
     progress: Progress | None = None,
     say: Say = say_aloud,
-    prepared: Prepared | None = None,
+    write: "Callable[[StoreWriter], None] | None" = None,
 ) -> TokenStore:
     """The token store of one source: its own folder if it is one, else the cache's, tokenised now if missing.
 
-    `prepared`: tokens that were made ahead, to be joined. A damaged store of the cache is rebuilt, and reported by
+    `write`: writes the documents, which were tokenised ahead. A damaged store of the cache is rebuilt, and reported by
     `say`. Raises `UserError` for bad input (file and row named), or for a token store that is damaged, or was made with
     another tokenizer.
     """
@@ -234,16 +224,13 @@ def store_for(
         if damage:
             say(f"DAMAGED: the cached tokens of {files.name}: {damage}; they are made again from the text")
         with _after(damage, files), StoreWriter(beside, tokenizer, files.source.numbers) as writer:
-            if prepared:
-                prepared.join(writer, progress, say)
+            if write:
+                write(writer)
             else:
                 writer.add(_documents(files, progress))
             writer.finish(files, content)
 
-    store = entry(folder, read=lambda folder: open_store(folder, root), build=build)
-    if prepared:
-        prepared.close(folder)
-    return store
+    return entry(folder, read=lambda folder: open_store(folder, root), build=build)
 
 
 def check_settings(files: FileList) -> None:
