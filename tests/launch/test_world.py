@@ -13,11 +13,11 @@ import pytest
 import torch.distributed as dist
 
 from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.system import cores
 from fivefold.launch import world as world_module
 from fivefold.launch.world import (
     World,
     alone,
-    cores,
     device_kind,
     find_world,
     first_host,

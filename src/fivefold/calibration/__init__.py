@@ -10,13 +10,13 @@ from functools import partial
 from fivefold.calibration.fit import Measurements, Sizes, errors, fitted
 from fivefold.core import interrupts
 from fivefold.core.errors import UserError
-from fivefold.core.system import versions
+from fivefold.core.system import cores, versions
 from fivefold.core.units import many
 from fivefold.hardware.chip import chip_of_device
 from fivefold.hardware.cluster import Cluster, nodes_of, to_toml
 from fivefold.launch.once import run_once
 from fivefold.launch.workers import gpus
-from fivefold.launch.world import cores, device_kind, find_world
+from fivefold.launch.world import device_kind, find_world
 from fivefold.parallel.layout import Layout
 from fivefold.report.findings import Report
 

@@ -1,5 +1,6 @@
 """Versions of the software, read from the packages' metadata without importing them, and the CPU of this machine."""
 
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,3 +33,9 @@ _FILE = Path("/proc/cpuinfo")
 def cpuinfo() -> str:
     """Contents of `/proc/cpuinfo`; "" if it does not exist."""
     return _FILE.read_text(encoding="utf-8", errors="replace") if _FILE.exists() else ""
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

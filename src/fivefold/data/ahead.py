@@ -22,6 +22,7 @@ from typing import Any
 from fivefold.config import RunConfig, parse_config
 from fivefold.core.cache import Progress, cache_root, say_aloud
 from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.system import cores
 from fivefold.data.prepare import PreparedData, inputs, prepare
 from fivefold.data.store import Say, check_settings, content_key, store_folder
 from fivefold.data.stream import UnitOrder
@@ -99,7 +100,7 @@ def prepare_ahead(
     if shard:
         mine = next(iter(shares(sizes, shard[1])[shard[0] :]), ())
     todo = [at for at in mine if not every[at][0].is_joined and every[at][0].counts(every[at][1]) is None]
-    _tokenise([every[at] for at in todo], workers or _cores(), progress)
+    _tokenise([every[at] for at in todo], workers or cores(), progress)
     seconds = time.monotonic() - began
     lines = tuple(map(_progress_of, sources))
     left = sum(line.units - line.done for line in lines)
@@ -115,11 +116,6 @@ def _progress_of(units: TextUnits) -> SourceProgress:
         return SourceProgress(name, number, number, whole["documents"], whole["tokens"])
     documents, tokens = (sum(counts[key] for counts in done) for key in ("documents", "tokens"))
     return SourceProgress(name, number, len(done), documents, tokens)
-
-
-def _cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

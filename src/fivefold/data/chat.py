@@ -40,9 +40,9 @@ def within(seconds: float) -> Iterator[None]:
     """Raise `TooLong` in this context after so many seconds of CPU time: on a busy machine it takes longer. This ends
     Python code, and native code that lets signals through.
 
-    Nothing is limited outside the main thread, where Python handles no signals, or without such a timer (Windows).
+    Nothing is limited outside the main thread, where Python handles no signals.
     """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
 

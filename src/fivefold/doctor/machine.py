@@ -21,10 +21,9 @@ from fivefold.core.c_library import INSTALL
 from fivefold.core.cache import cache_root
 from fivefold.core.code_cache import code_folder
 from fivefold.core.errors import UserError, first_line
-from fivefold.core.system import cpuinfo
+from fivefold.core.system import cores, cpuinfo
 from fivefold.core.units import GIB
 from fivefold.launch.memory import room
-from fivefold.launch.world import cores
 from fivefold.report.findings import Report
 
 State = Literal["ok", "help", "missing", "failed"]

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from fivefold.calibration.probes import Timer, issues
 from fivefold.core.cache import key_of
 from fivefold.core.integrity import file_checksum
-from fivefold.core.system import cpuinfo, version_of
+from fivefold.core.system import cores, cpuinfo, version_of
 from fivefold.launch.once import as_worker
 from fivefold.launch.world import World, cores
 from fivefold.own_loop.functions import train_step

@@ -1,6 +1,7 @@
 """The run folder: its name, its contents before the first step, and the lock of its one writer."""
 
 import errno
+import fcntl
 import os
 import re
 import socket
@@ -167,15 +168,11 @@ class FolderLock:
         """Take the lock of `run_dir`, which exists. Raises `UserError` naming the process that holds it. `instead`: the
         advice if that process is not to end. `is_shared`: with the other nodes of the same run.
 
-        On a filesystem without locks, and on Windows, there is nothing to take.
+        On a filesystem without locks there is nothing to take.
         """
         self._descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            import fcntl
-
             fcntl.flock(self._descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except ImportError:
-            return
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 return

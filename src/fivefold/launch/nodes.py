@@ -7,6 +7,7 @@ node counts as dead when its heartbeat has not changed for 10 s, by the reader's
 never compared.
 """
 
+import fcntl
 import json
 import os
 import socket
@@ -348,8 +349,6 @@ class _Locked:
         self._file, self._exclusive = file, exclusive
 
     def __enter__(self) -> "_Locked":
-        import fcntl
-
         try:
             self._descriptor = _open(self._file)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX if self._exclusive else fcntl.LOCK_SH)
@@ -379,10 +378,6 @@ class _LauncherLocks:
     def __init__(self, folder: Path, here: str) -> None:
         """Take them. Whoever is alone begins anew. `here`: the address of this node."""
         self._folder = folder
-        try:
-            import fcntl
-        except ImportError:
-            raise UserError("train.nodes needs Linux or macOS", fix="start the ranks with torchrun") from None
         folder.mkdir(mode=0o700, exist_ok=True)
         try:
             self._descriptor = _open(folder / "present")
@@ -402,8 +397,6 @@ class _LauncherLocks:
 
     def lives(self, there: str, process: int) -> bool:
         """True if a launcher holds its lock."""
-        import fcntl
-
         try:
             descriptor = os.open(self._file(there, process), os.O_RDWR)
         except FileNotFoundError:
@@ -502,8 +495,6 @@ def address() -> str:
 
 def _of_interfaces() -> list[str]:
     """The IPv4 address of each interface, on Linux."""
-    import fcntl
-
     addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():

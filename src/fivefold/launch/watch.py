@@ -17,7 +17,7 @@ from typing import Any
 from fivefold.launch.failure import failure_file, hang_flag, leave_failure, place
 from fivefold.launch.processes import Workers
 
-TELL = getattr(signal, "SIGUSR2", None)  # makes a worker write its stacks to `stack_file`
+TELL = signal.SIGUSR2  # makes a worker write its stacks to `stack_file`
 TELL_SECONDS = 2.0  # time for a rank to do so
 _BEAT_BYTES = 128  # more than any beat takes
 COMPUTES = 0.1  # the share of a core from which a rank counts as active
@@ -115,10 +115,9 @@ class Watch:
         if not self._frozen:
             return False
         ranks = [rank for rank in self._frozen if rank in self._workers.running]
-        if TELL is not None:
-            self._workers.send(TELL, ranks)
-            self._workers.send(signal.SIGCONT, ranks)
-            self._wait(lambda: all(_ends_in_main(stack_file(self._folder, self._first + rank)) for rank in ranks))
+        self._workers.send(TELL, ranks)
+        self._workers.send(signal.SIGCONT, ranks)
+        self._wait(lambda: all(_ends_in_main(stack_file(self._folder, self._first + rank)) for rank in ranks))
         for rank in ranks:
             stack = _read(stack_file(self._folder, self._first + rank))
             where = f", in {place(stack)}" if stack else ""

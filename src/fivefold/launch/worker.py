@@ -156,7 +156,7 @@ def _log_to(path: Path, *, whole: bool) -> None:
 def _tell_stacks(world: World) -> None:
     """Write the stacks of all threads for the launcher: in a crash, and on its request, even if the threads cannot run
     Python."""
-    if world.folder and TELL is not None:
+    if world.folder:
         file = stack_file(Path(world.folder), world.rank).open("w", encoding="utf-8")
         faulthandler.enable(file)
         faulthandler.register(TELL, file, all_threads=True)

@@ -22,7 +22,7 @@ from typing import Any
 from fivefold.config.schema import LaunchSection
 from fivefold.core.code_cache import keep_compiled
 from fivefold.core.errors import UserError, first_line
-from fivefold.core.system import cpuinfo
+from fivefold.core.system import cores, cpuinfo
 from fivefold.launch.meeting import LOOPBACK, OthersGone, is_loopback, meet
 
 FILE, TCP = "file://", "tcp://"
@@ -155,7 +155,7 @@ def _may_have_gpu() -> bool:
     if built.get("hip") or not built.get("cuda"):
         return bool(built.get("hip"))
     try:
-        ctypes.CDLL("libcuda.so.1" if sys.platform == "linux" else "nvcuda.dll")
+        ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
     return True
@@ -171,11 +171,6 @@ def multiplies_bf16(device: str) -> bool:
     if device != "cpu":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
-
-
-def cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def threads_per_worker(local_size: int, env: Mapping[str, str] = os.environ) -> int:

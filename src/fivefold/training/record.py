@@ -17,8 +17,7 @@ import torch.distributed as dist
 from fivefold import checkpoint
 from fivefold.config import RunConfig
 from fivefold.core.files import replace
-from fivefold.core.system import cpuinfo
-from fivefold.launch.world import cores
+from fivefold.core.system import cores, cpuinfo
 from fivefold.parallel import plain
 from fivefold.parallel.collectives import Collective
 from fivefold.parallel.pipeline.runtime import Pipeline

@@ -201,7 +201,7 @@ NETWORK = {"fsspec", "huggingface_hub", "datasets", "wandb", "mlflow", "trackio"
 DISK_WAITS = 10  # seconds of waiting for a disk that count as one
 DEPTH = 60  # frames of a thread that are looked at
 
-_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_TICKS = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
 
 
