@@ -172,7 +172,6 @@ def _check_free(out: Path, force: bool) -> None:
 
 
 def _publish_into(temporary: Path, out: Path) -> None:
-    """Move the files of the finished folder into `out`."""
     for old in [file for file in out.iterdir() if _WEIGHTS.fullmatch(file.name)]:
         old.unlink()
     for path in sorted(temporary.iterdir()):

@@ -64,7 +64,6 @@ class Checkpoint:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The `state` passed by the saver."""
         return self.manifest.state
 
     @property

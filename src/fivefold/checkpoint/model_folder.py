@@ -153,9 +153,7 @@ class WholeTensors(Protocol):
     """Tensors by name, each whole on the CPU; requested once, in the order of `ordered`."""
 
     @property
-    def ordered(self) -> tuple[str, ...]:
-        """Names in the model's order."""
-        ...
+    def ordered(self) -> tuple[str, ...]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 

@@ -91,7 +91,6 @@ class OwnedSlice:
 
     @property
     def record(self) -> TensorRecord:
-        """The whole tensor."""
         dtype = str(self.values.dtype).removeprefix("torch.")
         return TensorRecord(shape=self.shape, dtype=dtype, cut=self.cut, rank=self.first)
 
@@ -194,7 +193,6 @@ class Saver:
         return [replace(one, values=next(copies)) if own else one for one, own in zip(slices, moved, strict=True)]
 
     def _write_and_publish(self, snapshot: Snapshot) -> Path:
-        """Write and publish in the thread, on every rank."""
         published = self._directory / step_folder(snapshot.about.step)
         written = self._write(snapshot, published, self.group, keep=self._keep, room=self._room)
         if self._remote:
@@ -509,7 +507,6 @@ def _copy_error(remote: Remote, published: Path, names: Iterable[str]) -> UserEr
 
 
 def _texts(model: nn.Module, about: Metadata) -> dict[str, bytes]:
-    """The contents of `run.yaml` and `model/`, by path."""
     texts = {"run.yaml": about.config.to_yaml().encode()} if about.config else {}
     model_files = model_folder.model_files(
         model.config,

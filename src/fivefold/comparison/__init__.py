@@ -88,7 +88,6 @@ def main(request: Request, publish: Publish, *, quiet: bool = False) -> CompareR
 
 
 def _read(against: Sequence[str], taken: Sequence[str]) -> list[logs.TrainerLog]:
-    """Read the logs, each under a unique name. Raises `UserError`."""
     names, found = list(taken), list[logs.TrainerLog]()
     for folder in against:
         log = logs.read(folder)
@@ -197,7 +196,6 @@ class ComparisonRuns:
                 self._say(f"{self._label(run, number)}  {self._result(run)}")
 
     def report(self) -> CompareReport:
-        """Report the measurements so far."""
         done = [run for run in self.contest.runs if self._is_done(run)]
         measured = [self._measured(run) for run in done] + [
             _measured(other, self.request.warmup) for other in self.others

@@ -90,7 +90,6 @@ class MeasuredRun:
 
     @property
     def tokens(self) -> float | None:
-        """Tokens seen at the end."""
         return max((step.tokens for step in self.steps if step.tokens is not None), default=None)
 
     def loss(self, tokens: float) -> float | None:

@@ -148,7 +148,6 @@ def of_layout(name: str) -> Any:
 
 
 def _type(key: LayoutKey) -> Any:
-    """The type of a layout's key in the run file."""
     if key.section == "layout" or not (key.choices or key.text):
         return {int: Whole, bool: bool, str: str}[type(key.file_default)]
     if key.text:
@@ -397,12 +396,10 @@ class ObjectiveSection(Section):
 
     @property
     def is_own(self) -> bool:
-        """True if the loss is a function of the user's own."""
         return self.name == "python"
 
     @property
     def compares(self) -> bool:
-        """True if answers are compared with a reference model."""
         return self.has_answers and OBJECTIVES[self.name].needs_reference
 
     @model_validator(mode="after")
@@ -537,7 +534,6 @@ class OptimizerSection(Section):
 
     @property
     def is_own(self) -> bool:
-        """True if the optimizer is a class of the user's own."""
         return self.name == "python"
 
     @property
@@ -824,7 +820,6 @@ class RunConfig(Section):
         return {name: getattr(section, key) for name, (section, key) in places if key in section.model_fields_set}
 
     def with_layout(self, layout: Layout) -> "RunConfig":
-        """The same run with `layout` as explicit keys."""
         values: dict[str, dict[str, Any]] = {"layout": {"auto": False}}
         for name, key in KEYS.items():
             values.setdefault(key.section, {})[key.name] = getattr(layout, name)
@@ -857,7 +852,6 @@ class RunConfig(Section):
 
 
 def _attribute(section: str) -> str:
-    """The attribute of `RunConfig` for a section of the run file."""
     return "layout_section" if section == "layout" else section
 
 
@@ -964,7 +958,6 @@ def check_supported(config: RunConfig) -> None:
 
 
 def check_named(config: RunConfig) -> None:
-    """Raise `UserError` if the run names no text to train on."""
     if not config.data.train:
         raise UserError(
             "data.train is not set: no text to train on is named",
@@ -1087,5 +1080,4 @@ def _limits(model: ModelSection) -> ModelLimits:
 
 
 def keys() -> Iterator[Key]:
-    """Yield every key of the run file in the order of the file."""
     return keys_of(RunConfig)

@@ -89,7 +89,6 @@ class Best:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain data, for the state of a checkpoint."""
         return asdict(self)
 
     @classmethod

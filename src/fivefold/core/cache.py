@@ -152,7 +152,6 @@ def _take(lock: IO[str], folder: Path) -> None:
 
 @contextmanager
 def telling(text: str, say: Callable[[str], None] = say_aloud) -> Iterator[None]:
-    """Say `text` if what is inside takes long."""
     timer = Timer(_TELL_AFTER, say, [text])
     timer.daemon = True
     timer.start()

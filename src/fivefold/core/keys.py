@@ -65,7 +65,6 @@ def moved(names: Iterable[str], after: Callable[[str], str]) -> list[str]:
 
 
 def bare(*values: str) -> dict[str, str]:
-    """Words that are their own values."""
     return {value: value for value in values}
 
 

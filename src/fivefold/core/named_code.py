@@ -68,7 +68,6 @@ class NamedCode:
 
 
 def _line(error: BaseException, path: str) -> str:
-    """The line of the file `path` at which an error arose."""
     if isinstance(error, SyntaxError) and error.filename == path:
         return f"{path}:{error.lineno}"
     trace, line = error.__traceback__, 0

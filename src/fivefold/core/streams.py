@@ -34,7 +34,6 @@ def make_usable() -> None:
 
 
 def is_pipe() -> bool:
-    """True if standard output is a pipe or a socket."""
     try:
         mode = os.fstat(sys.stdout.fileno()).st_mode
     except (AttributeError, OSError, ValueError):

@@ -168,8 +168,10 @@ class RowSource(ABC):
 
     @property
     def tokens_per_row(self) -> float:
-        """Average real input tokens per row."""
-        return self.sample.mean_tokens
+        """Average real input tokens per row, over the long-run output of `batch`."""
+        pools = self.sample.pools
+        rows = sum(Fraction(pool.weight) * pool.rows for pool in pools)
+        return float(sum(Fraction(pool.weight) * pool.tokens for pool in pools) / rows)
 
     @property
     @abstractmethod
@@ -238,13 +240,6 @@ class PackedRows(RowSource):
 
     def filling(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    @property
-    def mean_tokens(self) -> float:
-        """Average real input tokens per row, over the long-run output of `batch`."""
-        rows = sum(Fraction(pool.weight) * pool.rows for pool in self.pools)
-        tokens = sum(Fraction(pool.weight) * pool.tokens for pool in self.pools)
-        return float(tokens / rows)
 
     def sequential(
         self,

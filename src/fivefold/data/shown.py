@@ -87,7 +87,6 @@ def _pieces(batch: MicroBatch) -> Iterator[tuple[Any, Any, str]]:
 
 
 def _called(number: int, batch: MicroBatch) -> str:
-    """The label of an answer within a pair."""
     if batch.desirable is None:
         return ("chosen", "rejected")[number % 2]
     return "answer to another prompt" if number % 2 else "desirable" if batch.desirable[number // 2] else "undesirable"

@@ -73,7 +73,6 @@ class Source:
     numbers: tuple[str, ...] = ()
 
     def at(self, path: Path) -> str:
-        """The name of one of its files in messages."""
         return f"{self.label}: {path}"
 
     def named(self, key: str) -> str:
@@ -139,7 +138,6 @@ class Format:
         return (path,)
 
     def digest(self, path: Path, root: Path) -> str:
-        """A hash of the contents of one file."""
         return file_digest(path, root)
 
     def is_packed(self, path: Path) -> bool:

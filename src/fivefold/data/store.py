@@ -134,7 +134,6 @@ class TokenStore:
         return np.memmap(self.folder / TRAINED, dtype=np.uint8, mode="r")
 
     def columns(self, token: int) -> dict[str, float]:
-        """The numbers of the document that a token is in, by column."""
         if not self.meta.numbers:
             return {}
         document = int(np.searchsorted(self.offsets, token, side="right")) - 1

@@ -95,7 +95,6 @@ class TokenIdsReport:
         self.last.update(dict(counts["last"]))
 
     def line(self, name: str) -> str:
-        """The report; empty if there were no documents of ids."""
         if not self.documents:
             return ""
         whole, eos = self.whole, self.tokenizer.eos_token_id

@@ -160,8 +160,6 @@ class TextUnits:
         return True
 
     def store(self, number: int, say: Say) -> TokenStore:
-        """The tokens of a unit, made now if they are missing or damaged."""
-
         def build(beside: Path, damage: str) -> None:
             if damage:
                 say(f"DAMAGED: the tokens in {self.path(number)}: {damage}; they are made again from the text")

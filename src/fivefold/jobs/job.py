@@ -61,7 +61,6 @@ class Job:
         return f"{self.command}\n{self.described}. Written by fivefold launch; every line is yours to change."
 
     def check_image(self, engine: str) -> None:
-        """Raise `UserError` for a job without an image."""
         if not self.image:
             raise UserError(
                 f"--to {engine} needs an image that has fivefold in it, and none is published",

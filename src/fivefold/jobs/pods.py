@@ -46,7 +46,6 @@ def _is_on_volume(path: str) -> bool:
 
 
 def metadata(job: Job) -> dict[str, Any]:
-    """Name and labels of an object."""
     return {
         "name": job.label,
         "labels": {"app.kubernetes.io/name": "fivefold", "app.kubernetes.io/instance": job.label},
@@ -61,7 +60,6 @@ def queued_metadata(job: Job) -> Note:
 
 
 def apply(file: Path) -> tuple[str, ...]:
-    """The command that submits a file of objects."""
     return ("kubectl", "apply", "-f", no_option(file))
 
 
@@ -76,7 +74,6 @@ def run_file(job: Job) -> dict[str, Any]:
 
 
 def deadline(job: Job) -> dict[str, Any]:
-    """The time that a job may take, of its specification."""
     if job.minutes is None:
         return {}
     said = "Seconds that it may take. Then its pods get SIGTERM, and the run saves."

@@ -263,7 +263,6 @@ class _RankPresence:
         return f"{waits} {listed(missing, 8)}: {len(self._living)} of {self._next.size} have come{had_come}"
 
     def withdraw(self) -> None:
-        """Take the heartbeat back: this process no longer waits."""
         with suppress(RuntimeError):  # the store has ended
             self._store.compare_set(_key(self._rank), self._last, "")
 

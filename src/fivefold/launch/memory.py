@@ -77,8 +77,6 @@ def room(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> R
 
 
 class Pressure:
-    """Tracks whether memory ran out."""
-
     def __init__(self, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc, self._groups = proc, groups
         self._kills = self._count()

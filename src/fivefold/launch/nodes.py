@@ -132,7 +132,6 @@ class Round:
         return [member for node, member in enumerate(self.members) if self.store.check([f"blame/{node}"])]
 
     def leave(self, why: str) -> None:
-        """Tell the other nodes why this one leaves."""
         self.store.set(f"left/{self.node}", why)
 
     def left(self) -> Mapping[Member, str]:
@@ -227,7 +226,6 @@ class Meeting:
         return CAME if waiting else ""
 
     def has_news_within(self, seconds: float) -> bool:
-        """True if there are news, now or soon."""
         deadline = time.monotonic() + seconds
         forget_state(self._rendezvous)
         while not (news := self.news()) and time.monotonic() < deadline:
@@ -235,7 +233,6 @@ class Meeting:
         return bool(news)
 
     def has_ended(self) -> bool:
-        """True if the run has ended on another node."""
         with suppress(RendezvousConnectionError):
             return bool(self._rendezvous.is_closed())
         return False
@@ -253,7 +250,6 @@ class Meeting:
         return spare_nodes(self._rendezvous)
 
     def close(self) -> None:
-        """Leave; the others notice."""
         del self._rendezvous  # its heartbeat ends with it
         self._presence.release()
 

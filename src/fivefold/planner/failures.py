@@ -131,7 +131,6 @@ def failures(prices: PriceList, estimate: Estimate, mtbf_hours: float) -> Failur
 
 
 def checkpoint_bytes(step: Step) -> int:
-    """Bytes of a checkpoint of a layout's state."""
     prices, shape = step.price_list, step.shards.shape
     placement = lower(prices.facts, step.layout, 0).placement
     trained = [name for name, parameter in prices.facts.parameters.items() if parameter.is_trained]
@@ -152,7 +151,6 @@ WIDTH = 30  # characters of a layout in one line
 
 
 def failure_sections(costs: Mapping[Layout, Failures]) -> Iterator[Section]:
-    """A table of the layouts, and the items of the first."""
     if not costs:
         return
     layout, first = next(iter(costs.items()))

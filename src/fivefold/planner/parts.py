@@ -157,7 +157,6 @@ class Stages:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Layers of each stage."""
         return tuple(self.layers[:, :-2].sum(axis=1).astype(int).tolist())
 
     @cached_property

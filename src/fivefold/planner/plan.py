@@ -263,7 +263,6 @@ def write_run_file(path: str, model: str, best: Estimate, every: int | None = No
 
 
 def _command(model: Model, best: Estimate) -> str:
-    """Command that trains with a layout and its batch."""
     workload = best.workload
     batch = f"data.seq_length={workload.seq_length} train.global_batch_size={workload.global_batch_size}"
     longer = f" model.overrides.max_position_embeddings={workload.seq_length}" if _is_longer(model, best) else ""

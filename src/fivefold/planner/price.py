@@ -148,7 +148,6 @@ class Pricing:
         return LayerPrice(forward, backward, weights, self.host(layer), *self.kept(layer, cost), calls)
 
     def forward(self, layer: str, cost: LayerCost) -> Forward:
-        """Price the forward of a layer, without recompute."""
         products, layout = tuple(self.products(layer, cost)), self.plan.layout
         matmuls = sum(matmul_seconds(self.chip, product, self.matmul_dtype or self.dtype) for product in products)
         attention = attention_seconds(self.chip, self.attention_flops(cost), self.dtype)
@@ -236,7 +235,6 @@ class Pricing:
     # ---- the ends ----------------------------------------------------------------------------------------------------
 
     def embedding(self) -> LayerPrice:
-        """Price the embedding, a lookup: its collectives alone."""
         forward, backward = nothing(), nothing()
         calls = self.sent(self.plan.anatomy.embedding, forward, backward)
         return LayerPrice(forward, backward, nothing(), calls=calls)
@@ -313,7 +311,6 @@ class Sharding(Pricing):
 
 
 def _cut(product: Product, share: float, cuts_outputs: bool) -> Product:
-    """Take a part of a matmul's outputs, or of its inputs."""
     rows, inputs, outputs, count = product.rows, product.inputs, product.outputs, product.count
     if cuts_outputs:
         return Product(rows, inputs, max(1, round(outputs * share)), count)
@@ -456,7 +453,6 @@ class PriceList:
         return self._calls[key]
 
     def grid(self, layout: Layout) -> RankGrid:
-        """The ranks of a layout, with the axes that the model adds."""
         return replace(self.plan(work_layout(layout)).placement.grid, layout=layout)
 
     def _price(self, work: Layout, tokens: int, rows: int, recompute: str, again: bool) -> Prices:

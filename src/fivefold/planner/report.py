@@ -202,7 +202,6 @@ def ranked(estimate: Estimate, first: Estimate) -> Ranked:
 
 
 def judged(asked: Estimate, best: Estimate | None) -> str:
-    """Say if a layout fits, and what it loses to the best."""
     has, needs = (f"{size / GIB:.1f}" for size in (asked.cluster.chip.memory_bytes, asked.reserved))
     if not asked.fits:
         most = max((row for row in asked.rows if row.part == "memory"), key=lambda row: row.amount)
@@ -225,13 +224,11 @@ def _against(asked: Estimate, best: Estimate | None) -> str:
 
 
 def faster(fastest: Estimate, first: Estimate) -> str:
-    """Say that another layout takes less time than the first."""
     less = 1 - fastest.step_seconds / first.step_seconds
     return f"{first.layout} is the simplest within {NEAR:.0%} of the fastest: {fastest.layout} takes {less:.1%} less"
 
 
 def proposed(budget: Estimate, best: Estimate) -> str:
-    """Say what a budget of recompute would gain."""
     less = 1 - budget.step_seconds / best.step_seconds
     needs = f"{budget.reserved / GIB:.1f} GiB"
     return f"{budget.layout}, which keeps as much as there is room for, takes {less:.1%} less than the fastest: {needs}"
@@ -253,7 +250,6 @@ def guessed(chip: Chip) -> str:
 
 
 def assumptions(estimate: Estimate) -> str:
-    """State the assumptions of the numbers, in a sentence or two."""
     return f"{ASSUMED}{'; '.join(assumed(estimate).values())}\n{INTERVALS}"
 
 

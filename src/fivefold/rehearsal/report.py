@@ -221,7 +221,6 @@ class Rehearsal:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Limits of the figures, and differences from a real run."""
         if self.lacks:
             missing = tuple(f"Not a full rehearsal: {lack.what}; {lack.fix}." for lack in self.lacks)
             return (
@@ -238,7 +237,6 @@ class Rehearsal:
 
     @property
     def speed(self) -> tuple[str, ...]:
-        """Sentences about the estimated step."""
         if self.unplanned:
             return (f"No estimate of MFU: {self.unplanned}.",)
         return self.expected.verdict if self.expected else ()

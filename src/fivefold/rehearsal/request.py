@@ -80,8 +80,6 @@ class Recompile:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The allocation that failed."""
-
     phase: str
     asked: int
     where: str

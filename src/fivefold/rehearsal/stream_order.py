@@ -58,7 +58,6 @@ class Driver:
         self._library.rehearsal_entries.restype = ctypes.POINTER(_Entry)
 
     def counts(self) -> Counts:
-        """Counts so far."""
         return Counts(*(int(self._library.rehearsal_count(which)) for which in range(2)))
 
     def tell(self, communicator: int, size: int, rank: int) -> None:

@@ -338,7 +338,6 @@ class Watch:
     # ---- results -----------------------------------------------------------------------------------------------------
 
     def seen(self, failed: str = "") -> Seen:
-        """All observations so far."""
         history = self._history() if self.full and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         phases = self.phases
         if history:

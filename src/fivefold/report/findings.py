@@ -105,7 +105,6 @@ class Table:
         return cls(columns, [Row([Cell(str(cell), tones.get(str(cell), "")) for cell in row]) for row in rows])
 
     def shown_on(self, where: On) -> list[tuple[Column, int]]:
-        """The columns shown there, with their numbers."""
         return [(column, number) for number, column in enumerate(self.columns) if column.on in (On.BOTH, where)]
 
 
@@ -175,7 +174,6 @@ class Findings:
     sections: Sequence[Section] = field(default_factory=tuple)
 
     def shown_on(self, where: On) -> list[Section]:
-        """The sections shown there."""
         return [section for section in self.sections if section.on in (On.BOTH, where)]
 
 

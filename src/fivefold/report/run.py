@@ -147,7 +147,6 @@ def _spread(path: Path) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def _sample(row: Mapping[str, Any]) -> tuple[int, str, str]:
-    """Step of a sample, its prompt, and its text without the prompt."""
     prompt, text = str(row.get("prompt", "")), str(row.get("text", ""))
     return row["step"], prompt, text.removeprefix(prompt)
 

@@ -167,7 +167,6 @@ def _parts(parameters: Sequence[_Parameter], world: int) -> list[MapPart]:
 
 
 def _ranks(parameters: Sequence[_Parameter]) -> tuple[int, ...]:
-    """All ranks that hold something of these."""
     return tuple(sorted({rank for parameter in parameters for own in parameter.held.values() for rank in own}))
 
 
@@ -189,7 +188,6 @@ def _alike(layers: Sequence[tuple[int, tuple[int, ...]]], world: int) -> str:
 
 
 def _drawings(parameters: Sequence[_Parameter], world: int) -> tuple[ParameterDrawing, ...]:
-    """Draw parameters to one scale."""
     sides = (
         parameter.shape[dim]
         for parameter in parameters

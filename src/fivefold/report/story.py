@@ -66,7 +66,6 @@ class Compared:
 
 
 def compared(planned: Expected, step_seconds: float | None, peak_gib: float | None) -> tuple[Compared, ...]:
-    """Pair the numbers that were both planned and measured."""
     found = list[Compared]()
     if step_seconds is not None:
         found.append(Compared("step time", "s", planned.step_seconds, step_seconds, planned.likely_seconds))

@@ -8,7 +8,6 @@ from fivefold.jobs.text import Note, yaml_of
 
 
 def text(job: Job) -> str:
-    """The run file and the JobSet."""
     pods.check(job, "jobset")
     head = f"{job.head}\nThe cluster needs JobSet 0.5 or newer: https://jobset.sigs.k8s.io/docs/installation"
     meets = [f"--nnodes={job.nodes}", "--node-rank=$(JOB_COMPLETION_INDEX)"]

@@ -12,7 +12,6 @@ TRAINS = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}  # the job o
 
 
 def text(job: Job) -> str:
-    """The run file, the runtime and the TrainJob."""
     pods.check(job, "trainjob")
     head = (
         f"{job.head}\nThe cluster needs Kubeflow Trainer 2.2 or newer: https://www.kubeflow.org/docs/components/trainer"
