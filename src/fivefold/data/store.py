@@ -16,7 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
@@ -295,11 +295,11 @@ def _after(damage: str, files: FileList) -> Iterator[None]:
         ) from error
 
 
-def unit_meta(
+def meta_of(
     tokenizer: TokenizerInfo, columns: tuple[str, ...], ids: str, *, documents: int, examples: int, pairs: int,
     rated: int, tokens: int, trained: int,
 ) -> StoreMeta:  # fmt: skip
-    """The description of the tokens of a unit (`data.units`), which has checksums of its own."""
+    """The description of tokens: all of it for a unit (`data.units`), which has checksums of its own."""
     return StoreMeta(
         kind=_KIND, version=_VERSION, content="", tokenizer=tokenizer.digest, vocab_size=tokenizer.vocab_size,
         eos_token_id=tokenizer.eos_token_id, bos=tokenizer.bos_token_ids, dtype=_dtype(tokenizer.vocab_size).str,
@@ -449,28 +449,14 @@ class StoreWriter:
         made = [checksums["checksums.npy"]] if self.ended and not self.examples else []
         made = [*checksums.values()] if self.examples or self.ids.packed else made
         columns, answers_alone = columns_read(files, tuple(self.left_out))
-        return StoreMeta(
-            kind=_KIND,
-            version=_VERSION,
-            content=key_of(content, *made) if made else content,
-            tokenizer=self.tokenizer.digest,
-            vocab_size=self.tokenizer.vocab_size,
-            eos_token_id=self.tokenizer.eos_token_id,
-            bos=self.tokenizer.bos_token_ids,
-            dtype=self.dtype.str,
-            documents=len(self.lengths),
-            tokens=tokens,
-            blocks=len(self.hashes),
-            answers_alone=answers_alone,
-            files=checksums,
-            trained=self.trained if self.examples else None,
-            pairs=self.pairs > 0,
-            rated=self.rated > 0,
-            columns=columns,
-            ids=self.ids.line(files.name),
-            numbers=self.columns,
-            odd=odd_line(files.name, self.odd),
+        kinds = {kind: getattr(self, kind) for kind in ("examples", "pairs", "rated", "trained")}
+        of_tokens = meta_of(
+            self.tokenizer, self.columns, self.ids.line(files.name), documents=len(self.lengths), tokens=tokens, **kinds
         )
+        return replace(
+            of_tokens, content=key_of(content, *made) if made else content, blocks=len(self.hashes), files=checksums,
+            columns=columns, answers_alone=answers_alone, odd=odd_line(files.name, self.odd),
+        )  # fmt: skip
 
 
 def odd_line(name: str, odd: Mapping[str, int]) -> str:

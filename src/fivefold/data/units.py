@@ -32,7 +32,7 @@ from fivefold.core.integrity import DamagedError, check_file, file_checksum, rea
 from fivefold.data.examples import Document
 from fivefold.data.records import MOST_FORMS, check_used, columns_read
 from fivefold.data.source import FileList, FilePart, Source, reading
-from fivefold.data.store import READING, TOKENS, TRAINED, Say, StoreWriter, TokenStore, made_by, odd_line, unit_meta
+from fivefold.data.store import READING, TOKENS, TRAINED, Say, StoreWriter, TokenStore, made_by, meta_of, odd_line
 from fivefold.data.token_ids import TokenIdsReport
 from fivefold.data.tokenizer import TokenizerInfo
 
@@ -171,7 +171,7 @@ class TextUnits:
             ids = TokenIdsReport(self.tokenizer)
             ids.add(counts["ids"])
             numbers, line = self.files.source.numbers, ids.line(self.files.name)
-            return _UnitStore(folder, unit_meta(self.tokenizer, numbers, line, **kinds))
+            return _UnitStore(folder, meta_of(self.tokenizer, numbers, line, **kinds))
 
         return entry(self.path(number), read=read, build=build)
 
