@@ -24,7 +24,7 @@ from fivefold.core.cache import key_of
 from fivefold.core.integrity import file_checksum
 from fivefold.core.system import cores, cpuinfo, version_of
 from fivefold.launch.once import as_worker
-from fivefold.launch.world import World, cores
+from fivefold.launch.world import World
 from fivefold.own_loop.functions import train_step
 from fivefold.own_loop.model import ParallelModel, parallelize
 from fivefold.parallel import plain

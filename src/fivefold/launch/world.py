@@ -458,7 +458,8 @@ def mkl_is_slow() -> bool:
     has_mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not has_mkl:
         return False
-    maker, family = (re.search(rf"^{key}\s*:\s*(\S+)", cpuinfo(), re.MULTILINE) for key in ("vendor_id", "cpu family"))
+    said = cpuinfo()
+    maker, family = (re.search(rf"^{key}\s*:\s*(\S+)", said, re.MULTILINE) for key in ("vendor_id", "cpu family"))
     return maker is not None and family is not None and maker[1] == "AuthenticAMD" and int(family[1]) >= 26
 
 

@@ -12,12 +12,12 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.named_code import NamedCode
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.parallel.alike import on_every_rank
 from fivefold.parallel.fsdp.runtime import reshard
 from fivefold.parallel.loss.own import LossRow, TokenLoss
 from fivefold.parallel.loss.runtime import SoftTargets
 from fivefold.parallel.loss.tasks import AnswerLogProbs, CrossEntropy, OwnLoss, PreferenceLoss, Task
 from fivefold.parallel.passes import Inputs
+from fivefold.parallel.plain import on_every_rank
 from fivefold.parallel.state import state_of
 
 

@@ -41,10 +41,10 @@ from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.forwards import check_lengths
 from fivefold.models.sources import TensorSource, open_weights
 from fivefold.parallel import passes, plain
-from fivefold.parallel.alike import on_every_rank
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.loss.own import TokenLoss
 from fivefold.parallel.loss.tasks import TopLogProbs
+from fivefold.parallel.plain import on_every_rank
 from fivefold.parallel.state import fill, state_of
 from fivefold.training.inputs import evaluating, share_of, to_device
 from fivefold.training.preference import ObjectiveSpec, Table, table

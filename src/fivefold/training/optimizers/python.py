@@ -25,8 +25,8 @@ from fivefold.config import OptimizerSection
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.named_code import NamedCode
 from fivefold.core.optimizers import OptimizerFacts, state_words
-from fivefold.parallel.alike import on_every_rank
 from fivefold.parallel.placement import Placement
+from fivefold.parallel.plain import on_every_rank
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import UpdateRule, Weights
 from fivefold.training.optimizers.trial import READ_MORE, Make, check_runs, check_update
