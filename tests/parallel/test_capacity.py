@@ -125,7 +125,7 @@ def test_ranks_that_share_rows_count_on_from_each_other(cp: int, tp: int, length
 
         shared = [axis for axis, size in (("tp", tp), ("cp", cp)) if size > 1]
         mine = torch.cat([whole_BLE[:, slice(*block)] for block in own], 1)
-        with patch.object(capacity, "gather", gather):
+        with patch("fivefold.parallel.balance.runtime.gather", gather):
             found = _before(mine, Shares(own, everyone, tuple(shared)))  # type: ignore[arg-type]
         assert torch.equal(found, torch.cat([expected[:, slice(*block)] for block in own], 1))
 
