@@ -52,7 +52,7 @@ def test_what_is_taken_lies_nearer_below_than_above() -> None:
 def test_every_item_of_a_slot_is_as_unsure_as_its_term() -> None:
     """Also those that few layouts have, such as ep."""
     items = [item for own in OF_TERMS.values() for item in own]
-    assert set(price.OF_TERMS) < set(items) and len(items) == len(set(items)) and set(OF_TERMS) == set(DOUBTS)
+    assert set(price.ITEMS) < set(items) and len(items) == len(set(items)) and set(OF_TERMS) == set(DOUBTS)
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,14 @@ def started(run: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"data": {"vocabulary": "x"}}, {"data": {"documents": 3}}, {"machine": {"host": 5}}, {"damages": 5}]
+    "wrong",
+    [
+        {"data": {"vocabulary": "x"}},
+        {"data": {"answers_alone": 3}},
+        {"header": 3},
+        {"machine": {"host": 5}},
+        {"damages": 5},
+    ],
 )
 def test_a_history_that_says_nonsense_is_left_out(wrong: dict[str, Any], tmp_path: Path) -> None:
     run = started(make_run(tmp_path / "mine", [row(1), row(2)], "train.max_steps=2"))

@@ -820,6 +820,7 @@ class RunConfig(Section):
         return {name: getattr(section, key) for name, (section, key) in places if key in section.model_fields_set}
 
     def with_layout(self, layout: Layout) -> "RunConfig":
+        """The same run with `layout` as explicit keys."""
         values: dict[str, dict[str, Any]] = {"layout": {"auto": False}}
         for name, key in KEYS.items():
             values.setdefault(key.section, {})[key.name] = getattr(layout, name)
@@ -843,6 +844,7 @@ class RunConfig(Section):
 
     @property
     def run_dir(self) -> Path:
+        """The run folder, `run.dir/run.name`."""
         return Path(self.run.dir) / self.run.name
 
     def to_yaml(self) -> str:

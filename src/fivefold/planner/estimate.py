@@ -148,6 +148,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
+        """Tokens of an optimizer step."""
         return self.seq_length * self.global_batch_size
 
 
@@ -178,6 +179,7 @@ class Estimate:
 
     @cached_property
     def step_seconds(self) -> float:
+        """Seconds of a step."""
         return sum(row.amount for row in self.rows if row.part == "time")
 
     @cached_property
@@ -223,6 +225,7 @@ class Estimate:
 
     @property
     def tokens_per_second_per_device(self) -> float:
+        """Tokens of a step over its seconds and the devices."""
         return self.workload.tokens / self.step_seconds / self.layout.world
 
     @property

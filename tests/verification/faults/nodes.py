@@ -13,7 +13,7 @@ from torch import Tensor
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel.fsdp import runtime
 from fivefold.parallel.nodes import levels
-from fivefold.parallel.nodes.levels import Gather, Int8Wire, Reduce
+from fivefold.parallel.nodes.levels import Gather, Int8Wire, Reduce, wide_dtype
 from fivefold.parallel.outer.runtime import OuterSteps
 from fivefold.training import step
 from tests.verification.faults.fault import Model, fault
@@ -60,8 +60,13 @@ def sums_of_a_node_alone() -> Any:
     expects=[("output", r"^model\.")],
 )
 def scales_of_the_first_rank() -> Any:
-    plain = Int8Wire._blocks
-    return patch.object(Int8Wire, "_blocks", lambda self, scales: plain(self, scales[:1].expand_as(scales)))
+    plain = Int8Wire.decode
+
+    def decode(self: Int8Wire, coded: Tensor, values: Tensor, dtype: torch.dtype) -> None:
+        scales = wide_dtype(dtype).itemsize * sum(self._scales)
+        plain(self, torch.cat([coded[:1, :scales].expand(len(coded), -1), coded[:, scales:]], 1), values, dtype)
+
+    return patch.object(Int8Wire, "decode", decode)
 
 
 @fault(
