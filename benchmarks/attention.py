@@ -1,4 +1,4 @@
-"""Causal attention on this CPU: PyTorch's fused kernel beside fivefold's (`ops/cpu_attention.c`), as a Markdown table.
+"""Causal attention on this CPU: PyTorch's fused kernel beside fivefold's (`ops/cpu`), as a Markdown table.
 
     python benchmarks/attention.py               on two threads
     python benchmarks/attention.py --threads 1
@@ -15,7 +15,8 @@ from statistics import median
 import torch
 
 from fivefold.launch.world import tune
-from fivefold.ops import cpu_attention
+from fivefold.ops.blockwise_attention import AttentionParams
+from fivefold.ops.cpu import cpu_attention
 from fivefold.torch_internals import cpu_attention_backward, cpu_attention_forward
 
 SHAPES = ((12, 4, 64, 32), (4, 16, 512, 16), (2, 12, 1024, 64), (1, 2, 8192, 32), (1, 8, 4096, 128))
@@ -43,7 +44,7 @@ def main() -> None:
 def measured(rows: int, heads: int, tokens: int, size: int, dtype: torch.dtype) -> tuple[list[float], list[float]]:
     """Milliseconds of forward and backward by PyTorch's kernel and by fivefold's."""
     q, k, v, grad = (torch.randn(rows, tokens, heads, size, dtype=dtype).transpose(1, 2) for _ in range(4))
-    params = cpu_attention.AttentionParams(size**-0.5)
+    params = AttentionParams(size**-0.5)
     theirs = cpu_attention_forward(q, k, v, 0.0, True, scale=params.scale)
     ours = cpu_attention.forward(q, k, v, params)
     kinds: tuple[Callable[[], object], ...] = (

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from fivefold.parallel import shared_memory
+from fivefold.ops.cpu import shared_memory
+from fivefold.torch_internals import carried_by
 
 SIZES = (8, 256, 2048, 16384)  # KiB
 TURNS, LEAST = 15, 0.01  # of each; seconds of a turn
@@ -39,7 +40,7 @@ def measure(rank: int, ranks: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     gloo, shared = dist.new_group(), dist.new_group()
     shared_memory.connect(shared)
-    if not shared_memory.is_connected(shared):
+    if not carried_by(shared):
         raise SystemExit("the ranks do not share memory")
     say(rank, f"{'KiB':>6} {'type':8} {'collective':14} {'gloo':>16} {'shared memory':>16}   median (least), us")
     for size in SIZES:

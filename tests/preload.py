@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING  
 
 import tests.training.bodies  # noqa: E402
 import tests.verification.mutation  # noqa: E402, F401
-from fivefold.parallel import shared_memory  # noqa: E402
+from fivefold.ops.cpu import shared_memory  # noqa: E402
 from fivefold.training.optimizers import trial  # noqa: E402
 from tests.parity import FAMILIES  # noqa: E402
 from tests.pool import unsynchronised  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 from fivefold.core import code_cache
 from fivefold.core.code_cache import INDUCTOR, code_folder, keep_compiled
 from fivefold.core.errors import UserError
-from fivefold.ops import cpu_attention
+from fivefold.ops.cpu import cpu_attention
 from tests.tiers import put_off
 from tests.training.bodies import run_file
 
@@ -58,7 +58,7 @@ def test_nothing_is_kept_in_the_folder_of_another(cache, own):
 @pytest.mark.full
 @as_root
 def test_a_library_that_another_user_left_is_not_loaded(cache, own):
-    ask = "from fivefold.ops import cpu_attention; print(cpu_attention._library()._name)"
+    ask = "from fivefold.ops.cpu import cpu_attention; print(cpu_attention._library()._name)"
     env = os.environ | {"TMPDIR": str(cache.parent / "temporary")}
 
     def loaded():

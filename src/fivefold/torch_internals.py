@@ -93,23 +93,13 @@ def scale_(tensors: Sequence[Tensor], factor: float) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
-_LEAST_OF_ONEDNN = 2**20  # multiplications: fewer take less time than the call through Python, 10 us
 _overrides: dict[str, torch.library.Library] = {}  # by namespace; an override lasts as long as its library object
 
 
-def multiply_by_onednn() -> None:
-    """Let oneDNN compute fp32 `mm` and `addmm` on the CPU from now on, forward and backward, in the whole process.
-
-    PyTorch uses MKL for them, and oneDNN only for the 16-bit types; `mkldnn._linear_pointwise` takes both.
-    """
-    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if "aten" in _overrides or not has_onednn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+def override_on_cpu(namespace: str, kernels: Mapping[str, Callable[..., Any]]) -> None:
+    """Register `kernels` for the operators of a namespace on the CPU from now on, once, in the whole process."""
+    if namespace in _overrides:
         return
-    _override("aten", {"mm": _mm, "mm.out": _mm_out, "addmm": _addmm})
-
-
-def _override(namespace: str, kernels: Mapping[str, Callable[..., Any]]) -> None:
-    """Register `kernels` for the operators of a namespace on the CPU from now on, in the whole process."""
     library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
     replace: Callable[..., None] = library.impl
     with warnings.catch_warnings():
@@ -119,36 +109,6 @@ def _override(namespace: str, kernels: Mapping[str, Callable[..., Any]]) -> None
         for name, kernel in kernels.items():
             replace(name, kernel, "CPU")
     _overrides[namespace] = library
-
-
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    if _takes_onednn(a, b):
-        return _by_onednn(a, b, None)
-    return torch.addmm(a.new_empty(()), a, b, beta=0, out=a.new_empty(0))
-
-
-def _mm_out(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    if out.dtype is torch.float32 and _takes_onednn(a, b) and out.shape == (len(a), b.shape[1]):
-        return out.copy_(_by_onednn(a, b, None))
-    return torch.addmm(a.new_empty(()), a, b, beta=0, out=out)  # rejects another type, and warns about another shape
-
-
-def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if beta == alpha == 1 and bias.shape == b.shape[1:] and bias.dtype is torch.float32 and _takes_onednn(a, b):
-        return _by_onednn(a, b, bias.contiguous())  # the kernel ignores the stride of a bias
-    return torch.addmm(bias, a, b, beta=beta, alpha=alpha, out=a.new_empty(0))
-
-
-def _takes_onednn(a: Tensor, b: Tensor) -> bool:
-    if a.dtype is not torch.float32 or b.dtype is not torch.float32 or a.dim() != 2 or b.dim() != 2:
-        return False
-    (rows, inner), columns = a.shape, b.shape[1]
-    return inner == b.shape[0] and rows * inner * columns >= _LEAST_OF_ONEDNN
-
-
-def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias, "none", [], "")
-    return product
 
 
 def import_compiler() -> None:
@@ -320,7 +280,7 @@ def flight_recorder(backend: str) -> Callable[[bool, bool], str | bytes] | None:
 # Collectives on the CPU ----------------------------------------------------------------------------------------------
 
 
-Carrier = Any  # `Channel` of `parallel/shared_memory.py`; its methods start a collective, or return None
+Carrier = Any  # `Channel` of `ops/cpu/shared_memory.py`; its methods start a collective, or return None
 
 _carriers: "WeakKeyDictionary[dist.ProcessGroup, Carrier]" = WeakKeyDictionary()
 
@@ -334,9 +294,14 @@ def cpu_timeout(group: dist.ProcessGroup) -> timedelta | None:
     return backend.options._timeout if type(backend) is dist.ProcessGroupGloo else None
 
 
-def carried_by(group: dist.ProcessGroup) -> Carrier | None:
+def carried_by(group: dist.ProcessGroup | None) -> Carrier | None:
     """The carrier of the group's collectives of CPU tensors; None if its backend carries them."""
-    return _carriers.get(group)
+    return _carriers.get(group) if group else None
+
+
+def carriers() -> list[Carrier]:
+    """The carriers of this process; from any thread."""
+    return list(filter(None, [carried_by(known()) for known in _carriers.keyrefs()]))
 
 
 def carry(group: dist.ProcessGroup, carrier: Carrier) -> None:
@@ -347,7 +312,7 @@ def carry(group: dist.ProcessGroup, carrier: Carrier) -> None:
     if "c10d" in _overrides:
         return
     _replaced.update({name: torch.library.get_kernel(f"c10d::{name}", "CPU") for name in _CARRIED})
-    _override("c10d", _CARRIED)
+    override_on_cpu("c10d", _CARRIED)
 
 
 _replaced: dict[str, Any] = {}  # c10d's own kernels, by operator

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fivefold.doctor import measure
 from fivefold.doctor.nodes import judge, slow_links
 from fivefold.launch.world import World, join
-from fivefold.parallel.shared_memory import SWITCH
+from fivefold.ops.cpu.shared_memory import SWITCH
 from tests.commands import fivefold
 from tests.pool import forks, run_ranks
 

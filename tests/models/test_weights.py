@@ -454,7 +454,7 @@ def test_the_program_is_its_packages_and_all_of_its_code() -> None:
     packages = ("fivefold", "torch", "transformers", "safetensors", "tokenizers")
     assert {"the version of python", *(f"the version of {package}" for package in packages)} < read.keys()
     own = read["fivefold's own code"]
-    assert {"training/run.py", "core/alike.py", "ops/cpu_attention.c"} < own.keys()
+    assert {"training/run.py", "core/alike.py", "ops/cpu/cpu_attention.c"} < own.keys()
     assert {".c", ".h", ".py", ".toml", ".yaml"} == {Path(name).suffix for name in own}
 
 

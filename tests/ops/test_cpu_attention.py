@@ -22,7 +22,8 @@ from fivefold.core.system import cpuinfo
 from fivefold.models import kernels
 from fivefold.models.attention import attention_forward
 from fivefold.models.packed import packed_attention
-from fivefold.ops import cpu_attention, dropout
+from fivefold.ops import dropout
+from fivefold.ops.cpu import cpu_attention
 from tests.plain_attention import reference_attention
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
@@ -413,7 +414,7 @@ def test_a_damaged_library_is_built_anew(anew):
     (library,) = anew.glob("kernels/*/cpu_attention.so")
     library.unlink()  # the loaded one keeps its bytes
     library.write_bytes(b"damaged")
-    ask = "from fivefold.ops import cpu_attention; print(repr(cpu_attention.lacks()))"
+    ask = "from fivefold.ops.cpu import cpu_attention; print(repr(cpu_attention.lacks()))"
     asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
     assert asked.stdout == "''\n" and library.stat().st_size > 1000
 

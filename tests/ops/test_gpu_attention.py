@@ -22,8 +22,9 @@ from fivefold.models import kernels, offdiagonal
 from fivefold.models.attention import attention_forward
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.packed import packed_attention
-from fivefold.ops import cpu_attention, gpu_attention
+from fivefold.ops import gpu_attention
 from fivefold.ops.blockwise_attention import blockwise_backward, blockwise_forward
+from fivefold.ops.cpu import cpu_attention
 from tests.plain_attention import reference_attention
 
 # Of the largest value. fp16 rounds weights and results to 11 bits.

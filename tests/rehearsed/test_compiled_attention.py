@@ -14,7 +14,7 @@ import torch
 
 from fivefold.hardware.cluster import Cluster
 from fivefold.ops import gpu_attention
-from fivefold.ops.cpu_attention import AttentionParams
+from fivefold.ops.blockwise_attention import AttentionParams
 from fivefold.rehearsal import stand_in
 from fivefold.rehearsal.stand_in import lacking
 from fivefold.torch_internals import compiles

@@ -40,7 +40,7 @@ OWN_OPTIMIZER = f"{Path(__file__).with_name('own_optimizer.py')}:Lion"
 DEFAULT = Layout()
 EVIDENCE = "evidence.safetensors"
 OTHER = "tp2"  # the layout whose checkpoint a fault of loading is tried on
-COMPILED = {"fivefold.core.code_cache", "fivefold.ops.cpu_attention", "fivefold.parallel.shared_memory"}
+COMPILED = {"fivefold.core.code_cache", "fivefold.ops.cpu.cpu_attention", "fivefold.ops.cpu.shared_memory"}
 TIMEOUT = 900.0  # seconds of one proof: machines are shared
 
 

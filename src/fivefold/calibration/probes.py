@@ -18,7 +18,7 @@ from fivefold.core.units import GIB
 from fivefold.launch.memory import resident, room
 from fivefold.launch.once import as_worker
 from fivefold.launch.world import World, multiplies_bf16
-from fivefold.parallel import plain, shared_memory
+from fivefold.parallel import mesh, plain
 from fivefold.parallel.dtypes import COMPUTE_DTYPES
 
 BLOCKS = 5  # of repeats
@@ -34,8 +34,7 @@ def on_rank(request: Mapping[str, Any], world: World) -> Any:
     memory, context = _memory(device, world)
     timer = Timer(device, sizes.seconds)
     node, place = _groups(world)
-    for group in filter(None, (node, dist.group.WORLD)):
-        shared_memory.connect(group)  # as training does
+    mesh.connect([node, dist.group.WORLD])  # as training does
     meets = device.type == "cpu"
     found = Measurements(
         matmuls=list(_matmuls(timer, sizes)),

@@ -191,11 +191,9 @@ def _gpu_kernels() -> Iterator[Finding]:
 def _kernels() -> Iterator[Finding]:
     """Implementations of products, attention and collectives on the CPU."""
     try:
-        from fivefold.launch.world import mkl_is_slow
-        from fivefold.ops import cpu_attention
-        from fivefold.parallel import shared_memory
+        from fivefold.ops.cpu import cpu_attention, shared_memory, tuning
 
-        is_slow, lacks, apart = mkl_is_slow(), cpu_attention.lacks(), shared_memory.lacks()
+        is_slow, lacks, apart = tuning.mkl_is_slow(), cpu_attention.lacks(), shared_memory.lacks()
     except (ImportError, OSError):  # reported by `_devices`
         return
     if is_slow:

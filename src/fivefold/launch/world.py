@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
@@ -22,7 +21,7 @@ from typing import Any
 from fivefold.config.schema import LaunchSection
 from fivefold.core.code_cache import keep_compiled
 from fivefold.core.errors import UserError, first_line
-from fivefold.core.system import cores, cpuinfo
+from fivefold.core.system import cores
 from fivefold.launch.meeting import LOOPBACK, OthersGone, is_loopback, meet
 
 FILE, TCP = "file://", "tcp://"
@@ -244,6 +243,8 @@ def open_world(world: World | None = None, *, timeout: float = LaunchSection().t
     import torch
     import torch.distributed as dist
 
+    from fivefold.ops.cpu.tuning import tune
+
     if world is None and dist.is_initialized():
         if device_kind("auto") == "cpu":
             tune()
@@ -430,46 +431,3 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None, *, le
         f"{name} is {text!r} in the environment, and has to be a number from {least} to {most}",
         fix="unset RANK and WORLD_SIZE where another job has left them; torchrun and srun set what they need",
     )
-
-
-# ---- on a CPU --------------------------------------------------------------------------------------------------------
-
-
-@cache
-def tune() -> None:
-    """Set this process for speed on a CPU: freed memory is kept, and oneDNN computes fp32 products where MKL is slow.
-    Results change in rounding alone."""
-    from fivefold.torch_internals import multiply_by_onednn
-
-    _keep_freed_memory()
-    if mkl_is_slow():
-        multiply_by_onednn()
-
-
-def mkl_is_slow() -> bool:
-    """True if PyTorch's fp32 products use half of this CPU: MKL uses AVX2 on an AMD CPU that has AVX-512.
-
-    Two cores of an EPYC 9005 (Zen 5, family 26): 234 GFLOP/s by MKL, 500 by oneDNN. Zen 4 (family 25) executes an
-    AVX-512 instruction in two halves, so that oneDNN gains nothing. The answer depends on the CPU's model alone, as a
-    measurement would let ranks and resumed runs round differently.
-    """
-    import torch
-
-    has_mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not has_mkl:
-        return False
-    said = cpuinfo()
-    maker, family = (re.search(rf"^{key}\s*:\s*(\S+)", said, re.MULTILINE) for key in ("vendor_id", "cpu family"))
-    return maker is not None and family is not None and maker[1] == "AuthenticAMD" and int(family[1]) >= 26
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc reuse freed tensors instead of returning each to the system, which would zero it page by page.
-
-    With the defaults of malloc, a step of a 15M model takes 300,000 page faults, a third of its time on a virtual
-    machine (mallopt(3): M_MMAP_MAX, M_TRIM_THRESHOLD). No effect without glibc.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt:
-        mallopt(-4, 0)  # never use mmap for an allocation
-        mallopt(-1, 2**31 - 1)  # keep up to 2 GiB at the top of the heap

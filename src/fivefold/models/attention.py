@@ -25,7 +25,6 @@ from fivefold.core.errors import UserError
 from fivefold.models import hf_internals, kernels
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.packed import packed_attention
-from fivefold.ops import cpu_attention
 from fivefold.ops.dropout import AttentionDrops
 
 INSTEAD_OF_A_MASK = (
@@ -253,8 +252,8 @@ def _attend_here(
     (rows, _, length, _), keys = query.shape, key.shape[2]
     packed = cu_seqlens is not None and cu_seqlens.shape[0] != rows + 1
     window = rule.window if rule.window is not None and rule.window < keys else None
-    is_ours = drops is not None or (keys == length and cpu_attention.serves(query))
-    if not (packed or window or rule.softcap or sinks is not None or is_ours):
+    is_plain = not (packed or window or rule.softcap or sinks is not None or drops is not None)
+    if is_plain and (keys != length or kernels.serving_documents(query, rule) != "compiled"):
         return _plain_rows(query, key, value, rule.scale)
     if _is_padded_cache(query, key, cu_seqlens):
         return _last_tokens(query, key, value, cu_seqlens, rule.scale, window)

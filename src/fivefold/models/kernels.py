@@ -4,7 +4,7 @@ Operators cannot call autograd, so each kernel is a pair of functions that pass 
 
 | kernel | where | window | soft-capping | memory |
 |---|---|---|---|---|
-| `compiled` | fp32 and bf16 on the CPU, documents of any lengths: `ops/cpu_attention.c` | yes | yes | linear in T |
+| `compiled` | fp32 and bf16 on the CPU, documents of any lengths: `ops/cpu` | yes | yes | linear in T |
 | `cpu` | any other type on the CPU, or no C compiler: the fused kernel of PyTorch | no | no | linear in L |
 | `flash_*`, of documents | 16-bit types on CUDA: one variable-length flash call | yes | no | linear in T |
 | `flash_*` | 16-bit types on CUDA, context parallel: queries that see all of the keys | no | no | linear in L |
@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from fivefold.core.errors import UserError, first_line
-from fivefold.ops import cpu_attention, gpu_attention
+from fivefold.ops import gpu_attention
+from fivefold.ops.blockwise_attention import AttentionParams as AttentionParams
 from fivefold.ops.blockwise_attention import blockwise_backward as blockwise_backward
 from fivefold.ops.blockwise_attention import blockwise_forward as blockwise_forward
 from fivefold.ops.blockwise_attention import precise as precise
-from fivefold.ops.cpu_attention import AttentionParams as AttentionParams
+from fivefold.ops.cpu import cpu_attention
 from fivefold.ops.dropout import AttentionDrops
 from fivefold.torch_internals import (
     cpu_attention_backward,

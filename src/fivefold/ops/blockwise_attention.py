@@ -8,15 +8,24 @@ block: L queries, S keys, and X = R * L queries of the heads that share keys.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fivefold.ops.cpu_attention import AttentionParams
 from fivefold.ops.dropout import AttentionDrops, kept, scaled
 
 # Scores per block: few enough to stay in a CPU's cache, or enough to fill a GPU.
 _CPU_BLOCK, _GPU_BLOCK = 2**19, 2**25
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """Score function: q k' * `scale`, then tanh(scores / `softcap`) * `softcap`, over the last `window` keys."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
 
 
 def blockwise_forward(

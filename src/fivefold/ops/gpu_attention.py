@@ -1,5 +1,5 @@
 """Causal attention on a GPU by PyTorch's FlexAttention (arXiv:2412.05496), for 16-bit dtypes: the twin of
-`cpu_attention.py`. Adds soft-capped scores and windows between ranks, which PyTorch's FlashAttention lacks.
+`cpu/cpu_attention.py`. Adds soft-capped scores and windows between ranks, which PyTorch's FlashAttention lacks.
 
 A query sees an interval of keys: from the start of its document or its window, whichever is later, to itself. Both ends
 are tensors, so one compiled program serves all documents, windows and offsets.
@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from fivefold.core.errors import first_line
-from fivefold.ops.blockwise_attention import blockwise_backward, blockwise_forward
-from fivefold.ops.cpu_attention import AttentionParams
+from fivefold.ops.blockwise_attention import AttentionParams, blockwise_backward, blockwise_forward
 from fivefold.torch_internals import compiled_versions, dispatched_as_outside
 
 Gradients = tuple[Tensor, Tensor, Tensor]

@@ -2,17 +2,17 @@
 
 `RankGrid` says which ranks form a group. An axis that spans the world uses the world's own group. NCCL makes all groups
 of an axis by one split of the world's communicator, if that is bound to a device. Other backends make them one by one.
-On a CPU, the ranks of a group that are all on one machine share memory (`shared_memory.py`).
+On a CPU, the ranks of a group that are all on one machine share memory (`ops/cpu`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fivefold.parallel import shared_memory
+from fivefold.ops.cpu import shared_memory
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import APART, RankGrid
 from fivefold.torch_internals import can_split_world, timeout_of_world
@@ -51,14 +51,18 @@ def build_mesh(grid: RankGrid, device_type: str) -> Mesh:
         axis: _own_group([list(ranks) for ranks in grid.groups(axis)], axis, device_type) for axis in grid.group_axes
     }
     groups = {axis: group for axis, group in found.items() if group is not None}
-    for group in (dist.group.WORLD, *groups.values()):
-        if group is not None:
-            shared_memory.connect(group)
+    connect([dist.group.WORLD, *groups.values()])
     sharded = ("dp_shard", "ep_shard") if grid.experts_apart else ("dp_shard",)
     shared = {"node": "dp_shard", "ep_node": "ep_shard"} if grid.layout.hpz else {}
     meshes = {axis: _device_mesh(grid, groups, axis, device_type) for axis in sharded}
     meshes |= {axis: _node_mesh(grid, groups, axis, of, device_type) for axis, of in shared.items() if axis in groups}
     return Mesh(grid, groups, meshes)
+
+
+def connect(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Let the ranks of each group share memory if they can. Every rank calls this."""
+    for group in filter(None, groups):
+        shared_memory.connect(group)
 
 
 def _device_mesh(grid: RankGrid, groups: dict[str, dist.ProcessGroup], axis: str, device_type: str) -> DeviceMesh:

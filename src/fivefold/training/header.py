@@ -18,13 +18,13 @@ from fivefold.launch.folder import next_commands
 from fivefold.launch.world import multiplies_bf16, threads_warning
 from fivefold.models import hf_internals
 from fivefold.ops import gpu_attention
-from fivefold.parallel import shared_memory
 from fivefold.parallel.adapters.spec import adapter_lines
 from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.dtypes import COMPUTE_DTYPES, PRECISION_OF
 from fivefold.parallel.fp8.runtime import fp8_lines
 from fivefold.parallel.offload.runtime import Offload
 from fivefold.parallel.state import state_of
+from fivefold.torch_internals import carried_by
 from fivefold.training import preflight, record, schedule
 from fivefold.training.display import Line
 from fivefold.training.optimizers import rule_for
@@ -74,7 +74,7 @@ def lines(run: LiveRun, about: Mapping[str, Any], *, attention: str) -> list[Lin
     on = " ".join(f"{axis} {size}" for axis, size in layout.degrees.items()) or "one process"
     accumulation = layout.accumulation(config.train.global_batch_size)
     batch = f"{config.train.global_batch_size} rows = micro {layout.micro_batch_size} x accumulation {accumulation}"
-    carried = "shared memory" if shared_memory.is_connected(dist.group.WORLD) else "gloo"
+    carried = "shared memory" if carried_by(dist.group.WORLD) else "gloo"
     device = f"cpu ({carried})" if world.device == "cpu" else f"{world.device.split(':')[0]} (nccl)"
     scheduler, warmup = config.scheduler, many(int(config.scheduler.warmup_steps), "step")
     name = state.plan.anatomy.model_class

@@ -6,7 +6,7 @@ others wait as they would for a slow disk. So the same thread checks that the ot
 rank that finds something raises a flag in the logs of the run, so that the others report where they are, too. In a
 stopped process this thread does not run either: the launcher misses its heartbeat (`launch/watch.py`).
 
-The flight recorder does not see collectives over shared memory (`parallel/shared_memory.py`); their entries are merged
+The flight recorder does not see collectives over shared memory on a CPU (`ops/cpu`); their entries are merged
 in here. An entry is a dict as the recorder writes it, with three pitfalls. NCCL has a recorder of its own: gloo's is
 empty under it. A send or receive within a batch stays "scheduled" and never retires: the later entry "nccl:coalesced"
 stands for the batch. The CPU runs ahead of a GPU: the blocked collective is the first entry that is not done, not the
@@ -36,7 +36,6 @@ import torch.distributed as dist
 from fivefold import torch_internals
 from fivefold.launch.failure import failure_file, hang_flag, leave_failure, place
 from fivefold.launch.watch import Beat
-from fivefold.parallel import shared_memory
 
 OTHERS_SECONDS = 2.0  # time for the others to see the flag before the launcher ends them
 
@@ -133,7 +132,7 @@ _SOME = 0.1  # of the timeout: the age of an active collective from which on all
 def entries(source: Recorder, *, only_active: bool = False) -> list[Entry]:
     """The latest collectives of this process, oldest first."""
     found: list[Entry] = list(json.loads(source(True, only_active)).get("entries", []))
-    beside = list(shared_memory.entries(only_active=only_active))
+    beside = [entry for carrier in torch_internals.carriers() for entry in carrier.entries(only_active=only_active)]
     return sorted([*found, *beside], key=lambda entry: entry.get("time_created_ns", 0)) if beside else found
 
 

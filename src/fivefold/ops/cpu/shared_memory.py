@@ -28,14 +28,15 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary, finalize
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.core.c_library import compile_library, kept_library
-from fivefold.core.errors import UserError, first_line
+from fivefold.core.c_library import compile_library
+from fivefold.core.errors import UserError
+from fivefold.ops.cpu import library_or_lack
 from fivefold.torch_internals import carried_by, carry, cpu_timeout
 
 SOURCE = Path(__file__).with_name("shared_memory.c")
@@ -89,10 +90,7 @@ def _library() -> ctypes.CDLL | str:
     if sys.platform != "linux":
         return "there is no futex on this system"
     key = (SOURCE.read_text(encoding="utf-8"), _OPTIONS, platform.machine())
-    try:
-        return kept_library("kernels", LIBRARY, key, build=_build, load=_load)
-    except (UserError, OSError, ValueError) as error:
-        return first_line(error)
+    return library_or_lack(LIBRARY, key, build=_build, load=_load)
 
 
 def _build(library: Path) -> None:
@@ -119,10 +117,6 @@ def _load(path: Path) -> ctypes.CDLL:
 # ---- a group --------------------------------------------------------------------------------------------------------
 
 
-def is_connected(group: dist.ProcessGroup | None) -> bool:
-    return group is not None and carried_by(group) is not None
-
-
 def connect(group: dist.ProcessGroup) -> None:
     """Let the ranks of a gloo group share memory, if they can. All of them call this, and all agree.
 
@@ -132,7 +126,7 @@ def connect(group: dist.ProcessGroup) -> None:
     if _switch() not in ("", "gloo"):
         raise UserError(f"{SWITCH}={os.environ[SWITCH]} is no transport", fix=f"{SWITCH}=gloo, or leave it out")
     timeout = cpu_timeout(group)
-    if timeout is None or not 1 < group.size() <= _MOST_RANKS or is_connected(group):
+    if timeout is None or not 1 < group.size() <= _MOST_RANKS or carried_by(group):
         return
     channel = _agreed(group, timeout)
     if channel is not None:
@@ -228,8 +222,6 @@ class _Segment:
 
 # ---- its collectives ------------------------------------------------------------------------------------------------
 
-_channels: "WeakValueDictionary[int, Channel]" = WeakValueDictionary()  # for the watchdog, by address
-
 
 class Channel:
     """Carrier of a group's collectives: a method takes one, or returns None for gloo, alike on all ranks."""
@@ -242,7 +234,6 @@ class Channel:
         self.under_way: dict[int, Pending] = {}  # by number: their memory is in use
         self._close = finalize(self, library.close_channel, address)
         self._close.atexit = False
-        _channels[address] = self
 
     @classmethod
     def open(cls, segment: _Segment, group: dist.ProcessGroup, timeout: timedelta) -> "Channel | None":
@@ -294,6 +285,27 @@ class Channel:
 
     def wait_for(self, call: "_Call", nanoseconds: int) -> int:
         return int(self._library.wait_for(self._address, ctypes.addressof(call), nanoseconds))
+
+    def entries(self, *, only_active: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield its collectives as PyTorch's flight recorder writes them: those in flight, and the last one."""
+        found = [pending.sent for pending in list(self.under_way.values())]
+        if self.last is not None and not (only_active or self.last in found):
+            found.append(self.last)
+        for sent in found:
+            is_done = bool(sent.call.is_done)
+            if not (is_done and only_active):
+                yield {
+                    "record_id": f"{self.name[0]}:{sent.number}",
+                    "pg_id": self.name[0],
+                    "process_group": list(self.name),
+                    "profiling_name": f"shm:{_NAMES[sent.call.kind]}",
+                    "is_p2p": False,
+                    "retired": is_done,
+                    "state": "completed" if is_done else "started",
+                    "input_sizes": [list(sent.shape)],
+                    "op_id": sent.number,
+                    "time_created_ns": sent.began,
+                }
 
     @torch.no_grad()
     def _issue(
@@ -400,26 +412,3 @@ class Pending:
     def _failed(self, why: str) -> dist.DistBackendError:
         group = self.channel.name[1] or self.channel.name[0]
         return dist.DistBackendError(f"{self.sent} of group {group}: {why}")
-
-
-def entries(*, only_active: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield this process's collectives as PyTorch's flight recorder writes them: those in flight, and the last one."""
-    for channel in filter(None, [known() for known in _channels.valuerefs()]):
-        found = [pending.sent for pending in list(channel.under_way.values())]
-        if channel.last is not None and not (only_active or channel.last in found):
-            found.append(channel.last)
-        for sent in found:
-            is_done = bool(sent.call.is_done)
-            if not (is_done and only_active):
-                yield {
-                    "record_id": f"{channel.name[0]}:{sent.number}",
-                    "pg_id": channel.name[0],
-                    "process_group": list(channel.name),
-                    "profiling_name": f"shm:{_NAMES[sent.call.kind]}",
-                    "is_p2p": False,
-                    "retired": is_done,
-                    "state": "completed" if is_done else "started",
-                    "input_sizes": [list(sent.shape)],
-                    "op_id": sent.number,
-                    "time_created_ns": sent.began,
-                }

@@ -4,16 +4,17 @@ they are replaced for the whole process."""
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fivefold import torch_internals
-from fivefold.launch import world
+from fivefold.ops.cpu import tuning
 
 
 def in_a_process(code: str) -> str:
-    start = "import torch\nfrom fivefold.torch_internals import multiply_by_onednn\nmultiply_by_onednn()\n"
+    start = "import torch\nfrom fivefold.ops.cpu.tuning import multiply_by_onednn\nmultiply_by_onednn()\n"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", start + textwrap.dedent(code)], capture_output=True, text=True
     )
@@ -110,17 +111,18 @@ def test_it_serves_where_mkl_takes_half_of_the_cpu(monkeypatch: pytest.MonkeyPat
         ("AuthenticAMD", 26, "AVX2", False),
     ):
         said = f"processor\t: 0\nvendor_id\t: {maker}\ncpu family\t: {family}\n"
-        monkeypatch.setattr(world, "cpuinfo", lambda said=said: said)
+        monkeypatch.setattr(tuning, "cpuinfo", lambda said=said: said)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-        assert world.mkl_is_slow() is is_slow
+        assert tuning.mkl_is_slow() is is_slow
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 def test_other_operators_that_were_replaced_before_do_not_keep_onednn_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectives are carried over shared memory by the same means, and may be so first."""
-    replaced = dict[str, object]()
+    replaced: list[str] = []
     monkeypatch.setattr(torch_internals, "_overrides", {"c10d": object()})
-    monkeypatch.setattr(torch_internals, "_override", replaced.__setitem__)
-    torch_internals.multiply_by_onednn()
-    assert list(replaced) == ["aten"]
+    library = SimpleNamespace(impl=lambda name, *_: replaced.append(name))
+    monkeypatch.setattr(torch.library, "Library", lambda *_: library)
+    tuning.multiply_by_onednn()
+    assert replaced == ["mm", "mm.out", "addmm"]

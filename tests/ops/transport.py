@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.parallel import shared_memory
+from fivefold.ops.cpu import shared_memory
+from fivefold.torch_internals import carried_by, carriers
 from fivefold.training import watchdog
 
 CHUNK = shared_memory._CHUNK
@@ -24,7 +25,7 @@ def group_of(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
     group = dist.new_group(ranks)
     assert isinstance(group, dist.ProcessGroup)
     shared_memory.connect(group)
-    assert shared_memory.is_connected(group), shared_memory.lacks()
+    assert carried_by(group), shared_memory.lacks()
     return group
 
 
@@ -138,7 +139,7 @@ def several_groups() -> list[float]:
     for group in own:
         assert isinstance(group, dist.ProcessGroup)
         shared_memory.connect(group)
-        assert shared_memory.is_connected(group)
+        assert carried_by(group)
     found = []
     for group in (*own, world) * 3:
         x = torch.full((1000,), float(10**rank))
@@ -252,9 +253,9 @@ def operators() -> list[bool]:
         return swapped.cos() + total.sum()
 
     x = torch.arange(12.0).view(4, 3) + rank
-    before = sum(channel.last.number for channel in shared_memory._channels.values() if channel.last)
+    before = sum(channel.last.number for channel in carriers() if channel.last)
     plain = block(x)
-    carried = sum(channel.last.number for channel in shared_memory._channels.values() if channel.last) - before
+    carried = sum(channel.last.number for channel in carriers() if channel.last) - before
     total = sum(2 * (torch.arange(12.0).view(4, 3) + r) for r in range(size))
     whole = 3 * (total + rank) * size
     parts = [3 * (total + r) * size for r in range(size)]
@@ -312,7 +313,7 @@ def without_segment(patch: str) -> list[bool]:
         undo()
     x = torch.ones(10)
     dist.all_reduce(x, group=group)
-    return [not shared_memory.is_connected(group), bool((x == size).all()), not is_left_since(before)]
+    return [not carried_by(group), bool((x == size).all()), not is_left_since(before)]
 
 
 def names() -> set[str]:

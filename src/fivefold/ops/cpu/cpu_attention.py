@@ -26,9 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.core.c_library import UnusableCompiler, compile_library, compiler, kept_library
-from fivefold.core.errors import RunFailed, UserError, first_line
+from fivefold.core.c_library import UnusableCompiler, compile_library, compiler
+from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.system import cpuinfo
+from fivefold.ops.blockwise_attention import AttentionParams
+from fivefold.ops.cpu import library_or_lack
 from fivefold.ops.dropout import AttentionDrops, drop_below, kept_scale
 
 SOURCE = Path(__file__).with_name("cpu_attention.c")
@@ -47,15 +49,6 @@ class _Choice:
 
 
 _choice = _Choice()
-
-
-@dataclass(frozen=True)
-class AttentionParams:
-    """Score function: q k' * `scale`, then tanh(scores / `softcap`) * `softcap`, over the last `window` keys."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
 
 
 _SIZES = ("documents", "heads", "shared", "queries", "keys", "size", "offset", "window")
@@ -190,11 +183,7 @@ def _call(name: str, shape: _Shape, *tensors: Tensor) -> None:
 def _library() -> ctypes.CDLL | str:
     """The compiled kernel, or why there is none."""
     sources = [path.read_text(encoding="utf-8") for path in (SOURCE, HEADER)]
-    key = (*sources, _OPTIONS, _machine(), os.name)
-    try:
-        return kept_library("kernels", LIBRARY, key, build=_build, load=lambda library: ctypes.CDLL(str(library)))
-    except (UserError, OSError, ValueError) as error:
-        return first_line(error)
+    return library_or_lack(LIBRARY, (*sources, _OPTIONS, _machine(), os.name), build=_build)
 
 
 def _machine() -> str:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fivefold.core.errors import UserError
-from fivefold.parallel import shared_memory
-from tests.parallel import transport
+from fivefold.ops.cpu import shared_memory
+from tests.ops import transport
 from tests.pool import forks, run_ranks
 from tests.tiers import put_off
 
