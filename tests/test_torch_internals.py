@@ -186,9 +186,7 @@ def tree(file: Path) -> ast.Module:
 
 
 def test_no_other_file_reads_a_private_interface() -> None:
-    private = re.compile(
-        r"\btorch\._[a-z]|distributed_c10d|\b_foreach_|\._get_fsdp_state|\._(state_ctx|training_state)\b"
-    )
+    private = re.compile(r"\btorch\._[^_]|distributed_c10d|\b_foreach_|\._get_fsdp_state|\._(state_ctx|training_state)")
     source = Path(torch_internals.__file__).parent
     found = {
         f"{file.relative_to(source)}:{number}"
@@ -274,8 +272,7 @@ def test_a_subclass_without_its_torch_function() -> None:
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             raise AssertionError
 
-    with torch_internals.without_torch_function():
-        assert float(torch.ones(2).as_subclass(Loud).sum()) == 2.0
+    assert float(nn.Parameter.__torch_function__(Tensor.sum, (Loud,), (torch.ones(2).as_subclass(Loud),), {})) == 2.0
 
 
 # ---- tensors and modules ---------------------------------------------------------------------------------------------
@@ -300,10 +297,6 @@ def test_a_hook_runs_first_after_a_step() -> None:
     torch_internals.first_after_step(optimizer, optimizer.register_step_post_hook(lambda *_: ran.append("ours")))
     optimizer.step()
     assert ran == ["ours", "theirs"]
-
-
-def test_fans() -> None:
-    assert torch_internals.fans(torch.empty(3, 5)) == (5, 3)
 
 
 # ---- process groups --------------------------------------------------------------------------------------------------

@@ -16,15 +16,11 @@ _FSDP = "distributed.fsdp._fully_shard"
 # Owner, as a path from `torch`, -> its attributes that are read. `a/b`: one of them is enough.
 NEEDED: Mapping[str, str] = {
     "": "_dynamo _foreach_copy_ _foreach_mul_ _foreach_norm _inductor",
-    "ScriptObject": "_type",
     "Tensor": "_backward_hooks _make_wrapper_subclass _post_accumulate_grad_hooks _version",
-    "UntypedStorage": "_cdata",
-    "_C": "DisableTorchFunctionSubclass _ForceDispatchKeyGuard _SetExcludeDispatchKeyGuard _current_graph_task_id "
-    "_disabled_torch_function_impl _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set _distributed_c10d",
+    "_C": "_ForceDispatchKeyGuard _SetExcludeDispatchKeyGuard _current_graph_task_id "
+    "_dispatch_tls_local_exclude_set _dispatch_tls_local_include_set _distributed_c10d",
     "_C._autograd": "_top_saved_tensors_default_hooks",
-    "_dynamo.config": "recompile_limit skip_fwd_side_effects_in_bwd_under_checkpoint",
-    "_ops.OpOverload": "_overloadpacket _schema",
-    "autograd": "_unsafe_preserve_version_counter",
+    "_dynamo.config": "skip_fwd_side_effects_in_bwd_under_checkpoint",
     "autograd.Variable._execution_engine": "queue_callback",
     "cuda": "_is_in_bad_fork",
     "distributed.ProcessGroup": "_get_backend",
@@ -53,8 +49,7 @@ NEEDED: Mapping[str, str] = {
     "accumulate_unsharded_grad_if_needed padded_sharded_param_size post_forward_mesh_info reset_sharded_param "
     "sharded_param to_accumulated_grad_if_needed unsharded_accumulated_grad",
     f"{_FSDP}._fsdp_param.ParamModuleInfo": "module param_name shared_modules shared_param_names",
-    "nn.Module": "_apply _buffers _forward_hooks _forward_pre_hooks _modules _parameters",
-    "nn.init": "_calculate_fan_in_and_fan_out",
+    "nn.Module": "_apply _buffers _forward_hooks _forward_pre_hooks _parameters",
     "ops._c10d_functional": "all_gather_into_tensor all_reduce all_to_all_single reduce_scatter_tensor wait_tensor",
     "ops.aten": "_flash_attention_backward _flash_attention_forward "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
@@ -67,9 +62,7 @@ FOR_CARRIERS: Mapping[str, str] = {
     "_C._distributed_c10d": "PythonCallbackWork _create_work_from_future",
     "_C._distributed_c10d.Work": "boxed",
     "_C._distributed_c10d.Backend.Options": "_timeout",
-    "distributed.ProcessGroup": "_device_types",
     "distributed.ProcessGroupGloo": "_allgather_base _reduce_scatter_base",
-    "library": "get_kernel",
     "ops.c10d": " ".join(torch_internals._CARRIED),
 }
 
@@ -82,7 +75,6 @@ OPTIONAL: Mapping[str, str] = {
     f"{_FSDP}._fsdp_param": "_chunk_with_empty",
     "cuda.memory": "_record_memory_history _snapshot",
     "distributed.ProcessGroupNCCL": "_comm_ptr",
-    "nn.functional": "grouped_mm",
     "ops.aten": " ".join(torch_internals._DEAR),
     "ops.mkldnn": "_is_mkldnn_bf16_supported _linear_pointwise",
     "testing": "_internal",

@@ -24,7 +24,7 @@ import logging
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from functools import partial
@@ -139,17 +139,12 @@ class Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.run(func, args, kwargs or {})
 
 
-def without_torch_function() -> AbstractContextManager[Any]:
-    """Disable `__torch_function__` of tensor subclasses inside the block."""
-    return torch._C.DisableTorchFunctionSubclass()
-
-
 # Tensors and modules -------------------------------------------------------------------------------------------------
 
 
 def storage_key(tensor: Tensor) -> int:
     """A key that a tensor shares with its views, also on meta, where there is no address."""
-    return int(tensor.untyped_storage()._cdata)
+    return id(tensor.untyped_storage())  # one object as long as a tensor has the memory
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
@@ -157,9 +152,6 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-
-
-NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # for a subclass with `__torch_dispatch__` alone
 
 
 def hooks_of_saved() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
@@ -199,11 +191,6 @@ def saves_memory_of(output: Tensor) -> bool:
             return True
         nodes += [following for following, _ in node.next_functions if following]
     return False
-
-
-def fans(tensor: Tensor) -> tuple[int, int]:
-    """Fan in and fan out, as torch's initialisers count them."""
-    return nn.init._calculate_fan_in_and_fan_out(tensor)
 
 
 @contextmanager
@@ -264,7 +251,7 @@ def group_among(arguments: Iterable[Any]) -> tuple[str, int]:
     for argument in arguments:
         if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min"):
             return argument, dist.distributed_c10d._resolve_process_group(argument).size()  # type: ignore[attr-defined,arg-type]
-        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+        if isinstance(argument, torch.ScriptObject):  # before a reduction
             group = dist.ProcessGroup.unbox(argument)
             return group.group_name, group.size()
     raise AssertionError(f"no process group among {arguments}")
@@ -287,10 +274,12 @@ _carriers: "WeakKeyDictionary[dist.ProcessGroup, Carrier]" = WeakKeyDictionary()
 
 def cpu_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """The timeout of a group whose CPU tensors go through gloo itself; None for any other group."""
-    kinds = [device.type for device in group._device_types]
-    if not dist.is_gloo_available() or "cpu" not in kinds:
+    if not dist.is_gloo_available():
         return None
-    backend = group._get_backend(torch.device("cpu"))
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # none for a CPU
+        return None
     return backend.options._timeout if type(backend) is dist.ProcessGroupGloo else None
 
 
@@ -521,11 +510,10 @@ def call_gradient_hooks(parameter: nn.Parameter) -> None:
 
 
 def overwrite_unseen(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy `values` to `tensors` in few kernels, without a change of version counters that later backwards would notice
-    (`torch._foreach_copy_`; as FSDP does, `_unsafe_preserve_version_counter`)."""
-    autograd: Any = torch.autograd
-    with torch.no_grad(), autograd._unsafe_preserve_version_counter(tuple(tensors)):
-        torch._foreach_copy_(list(tensors), list(values))
+    """Copy `values` to `tensors` in few kernels (`torch._foreach_copy_`). Later backwards do not notice: `.data` has a
+    version counter of its own."""
+    with torch.no_grad():
+        torch._foreach_copy_([tensor.data for tensor in tensors], list(values))
 
 
 # FSDP2 ---------------------------------------------------------------------------------------------------------------
@@ -721,10 +709,10 @@ _GIVES_UP = "torch._dynamo hit config."  # prefix of Dynamo's log message when i
 
 def compiled_versions(at_least: int = 0) -> int:
     """Dynamo's recompile limit per function, raised to `at_least`."""
-    config: Any = import_module("torch._dynamo").config
+    config: Any = import_module("torch.compiler.config")
     config.recompile_limit = max(at_least, config.recompile_limit)
     # Python side effects of a checkpointed forward happen once: not again when the backward recomputes it.
-    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    import_module("torch._dynamo").config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     return int(config.recompile_limit)
 
 

@@ -28,11 +28,11 @@ from fivefold.models.anatomy import Anatomy
 def head_only(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor], Tensor]]:
     """The model's own forward from hidden states to logits: its base is a pass-through inside the block."""
     base = model.get_submodule(anatomy.base)
-    model._modules[anatomy.base] = _PassThrough()
+    setattr(model, anatomy.base, _PassThrough())
     try:
         yield lambda hidden: type(model).forward(model, inputs_embeds=hidden, use_cache=False).logits
     finally:
-        model._modules[anatomy.base] = base
+        setattr(model, anatomy.base, base)
 
 
 class _PassThrough(nn.Module):

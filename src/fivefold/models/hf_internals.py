@@ -233,9 +233,12 @@ def _again(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
 def base_first(model: PreTrainedModel) -> PreTrainedModel:
     """Move the head after the rest, the order of most classes: a tied weight then has the embedding's name in all of
     them (in XLM-RoBERTa it would have the head's)."""
-    base = base_prefix(model)
-    for name in [child for child in model._modules if child != base and base in model._modules]:
-        model._modules[name] = model._modules.pop(name)
+    children = dict(model.named_children())
+    base = children.get(base_prefix(model))
+    for name, child in children.items():
+        if base not in (None, child):
+            delattr(model, name)
+            setattr(model, name, child)
     return model
 
 
@@ -571,7 +574,7 @@ _EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_e
 
 def _empty_on_meta(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Allocate memory without values on the meta device."""
-    device = {"device": torch.device("meta")} if operator._schema.name in _EMPTY else {}
+    device = {"device": torch.device("meta")} if operator.name().partition(".")[0] in _EMPTY else {}
     return operator(*args, **{**kwargs, **device})
 
 

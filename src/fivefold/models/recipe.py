@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.models.random_stream import Distribution, Normal, RandomStream, Region, TruncatedNormal, Uniform, whole
-from fivefold.torch_internals import Dispatch, fans, storage_key
+from fivefold.torch_internals import Dispatch, storage_key
 
 
 @dataclass(frozen=True)
@@ -158,11 +158,12 @@ class _Recorder:
     def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, or record what it would write to a parameter."""
         target = args[0] if args else None
-        if operator._schema.is_mutable and isinstance(target, Tensor) and storage_key(target) in self._owners:
+        writes = operator.overloadpacket.__name__.endswith("_")
+        if writes and isinstance(target, Tensor) and storage_key(target) in self._owners:
             self._record(target, self._written(operator, target, args[1:]))
             return target
         made = operator(*args, **kwargs)
-        if operator._overloadpacket is torch.ops.aten.scalar_tensor:
+        if operator.overloadpacket is torch.ops.aten.scalar_tensor:
             self._numbers.append((made, float(args[0])))
         return made
 
@@ -180,7 +181,7 @@ class _Recorder:
 
     def _written(self, operator: Any, target: Tensor, args: Sequence[Any]) -> Fill:
         """The fill of an operator that is no initialiser."""
-        kind, source = operator._overloadpacket, args[0] if args else 0.0
+        kind, source = operator.overloadpacket, args[0] if args else 0.0
         if kind is torch.ops.aten.copy_ and isinstance(source, Tensor):
             number = next((value for made, value in self._numbers if made is source), None)
             return _copy(target, source) if number is None else Constant(number)
@@ -205,13 +206,18 @@ def _region(view: Tensor, tensor: Tensor) -> Region | None:
 # Initialiser -> distribution. The fans of the variance-scaling ones come from the whole tensor argument. --------------
 
 
+def _fans(tensor: Tensor) -> tuple[int, int]:
+    field = math.prod(tensor.shape[2:])
+    return tensor.shape[1] * field, tensor.shape[0] * field
+
+
 def _xavier(given: Arguments) -> float:
     gain: float = given["gain"]
-    return gain * math.sqrt(2.0 / sum(fans(given["tensor"])))
+    return gain * math.sqrt(2.0 / sum(_fans(given["tensor"])))
 
 
 def _kaiming(given: Arguments) -> float:
-    fan_in, fan_out = fans(given["tensor"])
+    fan_in, fan_out = _fans(given["tensor"])
     gain = nn.init.calculate_gain(given["nonlinearity"], given["a"])
     return float(gain) / math.sqrt(fan_in if given["mode"] == "fan_in" else fan_out)
 

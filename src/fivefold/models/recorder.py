@@ -122,7 +122,7 @@ class Recorder:
         made = operator(*args, **kwargs)
         if self._block is not None:
             self._follow(args, made)
-        if operator._overloadpacket is torch.ops.aten.arange and len(made) == self.tokens:
+        if operator.overloadpacket is torch.ops.aten.arange and len(made) == self.tokens:
             self._trace.counts.append(self._innermost)
             return made + place
         if torch.Tag.nondeterministic_seeded not in operator.tags or kwargs.get("generator") is not None:

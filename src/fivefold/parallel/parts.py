@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError, first_line
-from fivefold.torch_internals import Dispatch, of_one, without_torch_function
+from fivefold.torch_internals import Dispatch, of_one
 
 _HOST = ("tolist", "numpy", "__array__")  # they read numbers without an operator
 
@@ -33,14 +33,13 @@ class Part(DTensor):
         if name in _HOST:
             raise _refusal(name)
         watched = nullcontext() if Part.steps else Dispatch(partial(_watched, name))
-        with without_torch_function():
-            try:
-                with watched:
-                    out = func(*args, **(kwargs or {}))
-            except (NotImplementedError, RuntimeError) as error:
-                if not (isinstance(error, NotImplementedError) or "mixed torch.Tensor and DTensor" in str(error)):
-                    raise
-                raise _refusal(name, first_line(error)) from error
+        try:
+            with watched:
+                out = nn.Parameter.__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        except (NotImplementedError, RuntimeError) as error:
+            if not (isinstance(error, NotImplementedError) or "mixed torch.Tensor and DTensor" in str(error)):
+                raise
+            raise _refusal(name, first_line(error)) from error
         for tensor in tree_leaves(out):
             if type(tensor) is DTensor:
                 tensor.__class__ = Part

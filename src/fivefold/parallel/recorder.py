@@ -35,8 +35,8 @@ def record(mesh: Mesh) -> Iterator[list[Collective]]:
 
     def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = operator(*args, **kwargs)
-        namespace, name = operator._schema.name.split("::")
-        if namespace in ("c10d", "_c10d_functional") and name in _KINDS:
+        name = operator.overloadpacket.__name__
+        if operator.namespace in ("c10d", "_c10d_functional") and name in _KINDS:
             kind, which = _KINDS[name]
             group_name, size = group_among(args)
             if size > 1:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fivefold.ops.linear import Dense, Grouped, Later, OneByOne
 from fivefold.parallel.fp8.kernels import Rounded, grouped_matmul, is_served, is_served_grouped, laid_out, scaled_matmul
@@ -33,7 +33,6 @@ from fivefold.parallel.fp8.recipes import (
     by_row,
     shared_dims,
 )
-from fivefold.torch_internals import NO_TORCH_FUNCTION
 
 DTYPES: Mapping[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LEAST = 1e-30  # stands for the largest value of a region of zeros
@@ -280,7 +279,7 @@ class Fp8Weight(Tensor):
     def __tensor_unflatten__(inner: Mapping[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> "Fp8Weight":
         return Fp8Weight(inner["codes"], inner["scale"], dtype)
 
-    __torch_function__ = NO_TORCH_FUNCTION
+    __torch_function__ = nn.Parameter.__torch_function__  # none: `__torch_dispatch__` alone
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -209,4 +209,4 @@ def _place(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     """Put modules at their paths, as children of the model, of a module or of a list."""
     for path, module in modules.items():
         parent, _, leaf = path.rpartition(".")
-        model.get_submodule(parent)._modules[leaf] = module
+        setattr(model.get_submodule(parent), leaf, module)
