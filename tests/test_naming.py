@@ -84,15 +84,15 @@ BUDGET = {
     "jobs": 1040,
     "launch": 3480,
     "models": 6180,
-    "ops": 1900,
+    "ops": 1880,
     "own_loop": 1300,
     "parallel": 13760,
     "planner": 4440,
     "rehearsal": 1860,
     "report": 1520,
-    "torch_internals": 920,
+    "torch_internals": 900,
     "training": 7220,
-    "verification": 3880,
+    "verification": 3860,
 }
 
 

@@ -1,10 +1,22 @@
 """Shares and independence of what `ops/dropout.py` drops, in standard deviations of independent draws."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fivefold.ops.dropout import Drop, attention_drops, feature_hashes, kept, key_of, of_site, token_hashes, uniform
+from fivefold.ops.dropout import (
+    CallsServed,
+    Drop,
+    attention_drops,
+    feature_hashes,
+    kept,
+    key_of,
+    of_site,
+    token_hashes,
+    uniform,
+)
 
 ROWS, LENGTH, FEATURES, P = 8, 256, 384, 0.1
 CPU = torch.device("cpu")
@@ -95,3 +107,24 @@ def test_backward_drops_what_forward_drops() -> None:
     out = Drop.apply(x, tokens, feature_hashes(1, "a", torch.arange(7, dtype=torch.int32)), P)
     out.sum().backward()
     assert torch.equal(x.grad * x.detach(), out.detach())
+
+
+def drops_and_fills(x: Tensor) -> Tensor:
+    return nn.functional.dropout(x, p=1.0) + torch.empty_like(x).uniform_(-1.0, 1.0)
+
+
+def test_calls_are_served_in_a_context_on_one_thread() -> None:
+    """Whoever makes them, also in a compiled function, which stays whole; no other thread, and nothing afterwards."""
+    x, plain = torch.ones(3), (nn.functional.dropout, Tensor.uniform_)
+
+    def served(x: Tensor) -> Tensor:
+        with CallsServed(lambda x, p, **_: 2 * x, lambda x, low, high: x.uniform_(high, high).add_(high)):
+            return drops_and_fills(x)
+
+    assert served(x).tolist() == [4.0] * 3
+    assert torch.compile(served, backend="eager", fullgraph=True)(x).tolist() == [4.0] * 3
+    with CallsServed(lambda x, *_, **__: 5 * x, lambda x, *_: x.fill_(1.0)), ThreadPoolExecutor(1) as others:
+        assert nn.Dropout(0.5)(x).tolist() == [5.0] * 3
+        assert (nn.functional.dropout, Tensor.uniform_) == plain
+        assert others.submit(drops_and_fills, x).result().abs().max() <= 1.0
+    assert drops_and_fills(x).abs().max() <= 1.0

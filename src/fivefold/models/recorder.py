@@ -26,7 +26,7 @@ from fivefold.models.attention import Mask, MaskFunction
 from fivefold.models.facts import DropoutKind, DropoutSite
 from fivefold.models.recipe import buffer_values
 from fivefold.models.record import RESIDUAL, BlockTrace, Event, Kept, Kind, MixesTokens, Trace, Untraceable
-from fivefold.ops.dropout import dropout_by, plain_uniform, uniform_by
+from fivefold.ops.dropout import CallsServed
 from fivefold.torch_internals import Dispatch
 
 ATTENTION = "fivefold-trace"  # the attention function of the copy
@@ -95,7 +95,7 @@ class Recorder:
         watch = Dispatch(partial(self._watch, place))
         with (
             _recording(self), torch.random.fork_rng(devices=[]), torch.enable_grad(), saving, watch,
-            dropout_by(self._dropout), uniform_by(self._uniform),
+            CallsServed(self._dropout, self._uniform),
         ):  # fmt: skip
             torch.manual_seed(noise)
             try:
@@ -181,7 +181,7 @@ class Recorder:
         """Note a site of noise, in place of `Tensor.uniform_`; the mean stands for the noise. Only noise of hidden
         states is one. Other draws are PyTorch's, and `_watch` notes them."""
         if options or not self._is_hidden(x):
-            return plain_uniform(x, low, high, **options)
+            return x.uniform_(low, high, **options)
         self._add_site(self._under_way[-1] if self._under_way else "", "noise", (high - low) / 2, x.shape[-1])
         return x.fill_((low + high) / 2)
 

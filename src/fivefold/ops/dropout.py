@@ -15,8 +15,7 @@ uniform noise.
 Legend: B rows, T positions, D features, H query heads.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 _NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a type -> numbers of its bits
 _GOLDEN = 0x9E3779B9  # spreads consecutive numbers over 32 bits
@@ -141,25 +141,14 @@ def uniform(bits: Tensor, low: float, high: float, dtype: torch.dtype) -> Tensor
 # ---- calls of F.dropout and Tensor.uniform_ --------------------------------------------------------------------------
 
 
-@contextmanager
-def dropout_by(function: Callable[..., Tensor]) -> Iterator[None]:
-    """Let `function` serve the calls of `F.dropout` in this context."""
-    before, F.dropout = F.dropout, function
-    try:
-        yield
-    finally:
-        F.dropout = before
+class CallsServed(TorchFunctionMode):
+    """Let `drop` and `fill` serve the calls of `F.dropout` and `Tensor.uniform_` in this context, on this thread alone.
+    What they call themselves is torch's."""
 
+    def __init__(self, drop: Callable[..., Tensor], fill: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.drop, self.fill = drop, fill
 
-plain_uniform: Callable[..., Tensor] = Tensor.uniform_
-
-
-@contextmanager
-def uniform_by(function: Callable[..., Tensor]) -> Iterator[None]:
-    """Let `function` serve the calls of `Tensor.uniform_` in this context."""
-    before = Tensor.uniform_
-    Tensor.uniform_ = lambda x, *args, **kwargs: function(x, *args, **kwargs)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Tensor.uniform_ = before  # type: ignore[method-assign]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        served = self.drop if func is F.dropout else self.fill if func is Tensor.uniform_ else func
+        return served(*args, **(kwargs or {}))

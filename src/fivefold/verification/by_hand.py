@@ -4,7 +4,7 @@
 - Objectives besides cross entropy, with autograd through the whole formula, for `training/preference.py` and
   `parallel/loss/runtime.py`, which uses only a teacher's top-k tokens. Preferences are as in their papers, and in TRL.
 - Dropout for `parallel/dropout/`, element by element in Python's and numpy's integers. `F.dropout` and
-  `Tensor.uniform_` are replaced while the model trains. The site of a call follows from the running module: an
+  `Tensor.uniform_` are served while the model trains. The site of a call follows from the running module: an
   `nn.Dropout`, a linear whose adapter's input is dropped, an attention whose probabilities [1, H, T, T] are dropped, or
   a module that calls these functions itself. A hook adds NEFTune's noise to the embeddings.
 - Optimizer state in bf16 or 8 bits: every number is rounded by a search in a table, with random numbers of numpy. It
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from fivefold.core.optimizers import StateDtype, block_length
 from fivefold.data.batch import IGNORE, MicroBatch, TeacherTargets
 from fivefold.models.hf_internals import linear_dims
+from fivefold.ops.dropout import CallsServed
 from fivefold.verification.proof_case import ProofCase
 
 
@@ -214,7 +215,7 @@ class Draws:
         self.step = step
         self._model.train()
         try:
-            with patch.object(F, "dropout", self._dropout), patch.object(Tensor, "uniform_", self._uniform()):
+            with CallsServed(self._dropout, self._uniform):
                 yield
         finally:
             self._model.eval()
@@ -241,19 +242,14 @@ class Draws:
         noise = (bits / 2.0**31 - 1) * alpha / np.sqrt(x.numel())
         return x + torch.from_numpy(noise).view(x.shape).to(x)
 
-    def _uniform(self) -> Callable[..., Tensor]:
-        """A method that fills a tensor: of hidden states by numbers, another one by PyTorch."""
-        hidden, plain = self._model.config.get_text_config().hidden_size, Tensor.uniform_
-
-        def fill(x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-            if x.shape[-1] != hidden:
-                return plain(x, low, high)
-            site = self._numbered(self._running[-1][0], "noise")
-            bits = self._of_features(site, x.numel() // x.shape[-1], x.shape[-1])
-            drawn = low + (high - low) * (bits / 2.0**32)
-            return x.copy_(torch.from_numpy(drawn).view(x.shape))
-
-        return fill
+    def _uniform(self, x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+        """Fill a tensor: of hidden states by numbers, another one by PyTorch."""
+        if x.shape[-1] != self._model.config.get_text_config().hidden_size:
+            return x.uniform_(low, high)
+        site = self._numbered(self._running[-1][0], "noise")
+        bits = self._of_features(site, x.numel() // x.shape[-1], x.shape[-1])
+        drawn = low + (high - low) * (bits / 2.0**32)
+        return x.copy_(torch.from_numpy(drawn).view(x.shape))
 
     def site(self, name: str, module: nn.Module) -> str:
         """Name of the site of this call in a running module."""

@@ -17,16 +17,14 @@ from fivefold.models.attention import DROPS
 from fivefold.models.facts import DropoutSite
 from fivefold.ops.dropout import (
     AttentionDrops,
+    CallsServed,
     Drop,
     attention_drops,
-    dropout_by,
     feature_hashes,
     key_of,
     of_site,
-    plain_uniform,
     token_hashes,
     uniform,
-    uniform_by,
 )
 from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.dropout.spec import AddNoise, DropCalls, DropInput, DropOutput, DropProbabilities
@@ -235,9 +233,9 @@ def _with_calls(
 
         def fill(x: Tensor, low: float = 0.0, high: float = 1.0, **options: Any) -> Tensor:
             at_site = next(filling, None) if x.shape[-1] == hidden_size else None
-            return plain_uniform(x, low, high, **options) if at_site is None else at_site(x, low, high)
+            return x.uniform_(low, high, **options) if at_site is None else at_site(x, low, high)
 
-        with dropout_by(drop), uniform_by(fill):
+        with CallsServed(drop, fill):
             return plain(*args, **kwargs)
 
     return forward
