@@ -11,13 +11,19 @@ from fivefold.core.errors import UserError
 from fivefold.training import launch
 from tests.commands import Crew
 
+LAUGHS = "a: &a0 [x]\n" + "".join(f"b{n}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(8))  # 10**8 values
+
 FILES = {
     "a time for a number": ("train: {max_steps: 1:30:00}", "train.max_steps: '1:30:00' is not a whole number"),
     "a list that holds itself": ("data: &a {train: [*a]}", "run.yaml is not YAML: it never ends"),
     "an unknown tag": ("run:\n  name: !foo bar", "run.yaml:2 is not YAML: could not determine"),
     "a tag of Python's": ("run: {name: !!python/object/apply:os.system [id]}", "run.yaml:1 run.name is ['id']"),
     "code in a tag": ("run: {name: !!python/name:os.system x}", "run.yaml:1 is not YAML: could not determine"),
-    "a tag that lies": ("train: {max_steps: !!int x}", "run.yaml:1 is not YAML: invalid literal for int()"),
+    "a tag that lies": ("train: {max_steps: !!int x}", "run.yaml:1 is not YAML: 'x' is no int: invalid literal"),
+    "a bool that is none": ("train: {compile: !!bool x}", "run.yaml:1 is not YAML: 'x' is no bool"),
+    "an empty number": ("train:\n  seed: !!int ''", "run.yaml:2 is not YAML: '' is no int"),
+    "a date that is none": ("train: {seed: !!timestamp x}", "run.yaml:1 is not YAML: 'x' is no timestamp"),
+    "aliases of aliases": (LAUGHS, "run.yaml:1 is not YAML: its aliases stand for too many values"),
     "a list for a key": ("{[a, b]: 1}", "a key is a word"),
     "infinity": ("optimizer: {learning_rate: .inf}", "learning_rate is inf; it should be a finite number"),
     "200,000 prompts": ("sample:\n  prompts:\n" + "  - some words\n" * 200_000, "a run file of more than 1 MiB"),

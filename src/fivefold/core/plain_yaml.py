@@ -1,7 +1,7 @@
 """YAML as run files use it: mappings with words as keys, lists, texts, numbers, booleans and nulls. No code is run."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import yaml
@@ -11,6 +11,7 @@ _TAG = "tag:yaml.org,2002:"
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0b[01]+|0x[0-9a-fA-F]+)$")
 _FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.nan$")
 _REPLACED = (f"{_TAG}int", f"{_TAG}float", f"{_TAG}timestamp", f"{_TAG}value", f"{_TAG}merge")
+_ALWAYS = 10_000  # values of any text; a longer one may have one for each character. Aliases multiply them
 
 
 class _Loader(yaml.SafeLoader):
@@ -38,24 +39,30 @@ def read(text: str, at: Callable[[KeyPath, int], None] = lambda path, line: None
 
     Raises `yaml.YAMLError`, and `Repeated` for a key that is set twice.
     """
-    loader = _Loader(text)
+    loader, left = _Loader(text), iter(range(max(_ALWAYS, len(text))))
     try:
         node = loader.get_single_node()
-        return None if node is None else _built(node, (), loader, at)
+        return None if node is None else _built(node, (), loader, at, left)
     except RecursionError:  # an alias inside of what it names
         raise yaml.YAMLError("it never ends, or is nested too deep") from None
 
 
-def _built(node: yaml.Node, path: KeyPath, loader: _Loader, at: Callable[[KeyPath, int], None]) -> Any:
+def _built(
+    node: yaml.Node, path: KeyPath, loader: _Loader, at: Callable[[KeyPath, int], None], left: Iterator[int]
+) -> Any:
+    """`left` counts down the values that may still be built."""
+    if next(left, None) is None:
+        raise yaml.MarkedYAMLError(problem="its aliases stand for too many values", problem_mark=node.start_mark)
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             at((*path, index), item.start_mark.line + 1)
-        return [_built(item, (*path, index), loader, at) for index, item in enumerate(node.value)]
+        return [_built(item, (*path, index), loader, at, left) for index, item in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
         try:
             return loader.construct_object(node)
-        except ValueError as error:
-            raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from error
+        except (ValueError, LookupError, AttributeError) as error:  # the last: !!timestamp x
+            problem = f"{node.value[:60]!r} is no {node.tag.replace(_TAG, '')}: {error}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
     built: dict[str, Any] = {}
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
@@ -64,7 +71,7 @@ def _built(node: yaml.Node, path: KeyPath, loader: _Loader, at: Callable[[KeyPat
         if key.value in built:
             raise Repeated(inner, line)
         at(inner, line)
-        built[key.value] = _built(value, inner, loader, at)
+        built[key.value] = _built(value, inner, loader, at, left)
     return built
 
 
