@@ -1,5 +1,6 @@
 """Small files that are replaced whole: on the disk before they take the name, readable by whom the user lets."""
 
+import errno
 import os
 import stat
 import sys
@@ -85,3 +86,8 @@ def test_a_place_that_is_not_ones_own_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="Permission denied"):
         files.check_place(tmp_path / "file", instead="another")
+
+
+def test_a_file_that_may_not_grow_is_not_put_down_to_the_disk() -> None:
+    refused = files.cannot_write("x", OSError(errno.EFBIG, os.strerror(errno.EFBIG)), instead="name another folder")
+    assert refused.fix == "raise ulimit -f, or name another folder"

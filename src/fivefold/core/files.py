@@ -156,7 +156,9 @@ def cannot_write(path: Path | str, error: OSError, *, instead: str = "") -> User
     """Return the `UserError` for a system error in writing `path`."""
     why = f"{error.strerror or error}"
     place = f"; {error.filename} is in its way" if error.errno in _MISNAMED and _elsewhere(error, path) else ""
-    if is_full(error):
+    if error.errno == errno.EFBIG:
+        advice = ["raise ulimit -f"]
+    elif is_full(error):
         advice = ["free space"]
     elif error.errno in _REFUSED:
         advice = ["make it writable"]
