@@ -6,8 +6,8 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import chdir
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from typing import Any, cast
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import open_weights
 from fivefold.parallel.adapters.peft_folder import PEFT_CONFIG, WEIGHTS
+from fivefold.training import nodes
 from fivefold.training.preflight import agreed_files
 from tests.pool import run_ranks
 from tests.tiers import put_off
@@ -279,6 +280,36 @@ def test_the_first_rank_says_whether_a_run_begins(node: Path, tmp_path: Path) ->
     (other / "runs" / "run" / "checkpoints" / "step-000002").mkdir(parents=True)
     ran = run_ranks(2, on_node, [str(node), str(other)], tree)
     assert all("model.name_or_path model: weights" in str(each.error) for each in ran)
+
+
+class Met(Exception):
+    """What a node tells the others when it comes."""
+
+
+def told_by(folder: Path, tree: dict[str, Any]) -> Mapping[str, Any]:
+    def meeting(*_: Any, about: Mapping[str, Any], **__: Any) -> None:
+        raise Met(about)
+
+    with chdir(folder), patch.object(nodes, "Meeting", meeting), pytest.raises(Met) as met:
+        config = RunConfig.model_validate(tree)
+        data = prepare(config, cache=folder / "cache")
+        nodes.train(config, Mock(), None, data=data, settle=lambda settled, *_: settled, prove=None)
+    return cast(Mapping[str, Any], met.value.args[0])
+
+
+def test_a_node_that_comes_once_there_is_a_checkpoint_tells_its_first_weights(node: Path, tmp_path: Path) -> None:
+    """If the checkpoints are removed, the next round reads them. A node that no longer has them may take part."""
+    tree = tree_of(tmp_path, train__nodes="1:2")
+    first = told_by(node, tree)
+    (run_dir(tree) / "checkpoints" / "step-000002").mkdir(parents=True)
+    for seed, expected in ((0, None), (7, "model.name_or_path model: weights: model-00001-of-0000")):
+        shutil.copytree(node, other := tmp_path / f"other-{seed}")
+        model(other / "model", seed)
+        found = alike.difference(told_by(other, tree), first)
+        assert (found is None) == (expected is None) and (found is None or found[0].startswith(str(expected)))
+    for file in other.glob("model/*.safetensors"):
+        file.unlink()
+    assert alike.difference(told_by(other, tree), first) is None
 
 
 # ---- other commands --------------------------------------------------------------------------------------------------

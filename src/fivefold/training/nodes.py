@@ -36,7 +36,7 @@ from fivefold.launch.rounds import clear_logs, last_round, logs_of
 from fivefold.launch.workers import GONE, NodesChanged, OtherNodes, start_workers
 from fivefold.launch.world import device_kind
 from fivefold.parallel.layout import Layout
-from fivefold.training.preflight import agreed_fields, agreed_files, begins_anew
+from fivefold.training.preflight import agreed_fields, agreed_files, begins_anew, has_first_weights
 
 Settle = Callable[[RunConfig, int, int], RunConfig]  # (config, ranks, ranks of a node): with a layout, if it was auto
 _CONSEQUENCE = 1.5  # seconds to learn that a worker died because a node is gone
@@ -69,7 +69,8 @@ def train(
     """
     least, most = config.train.node_range or (1, 1)
     open_folder(config, is_shared=True)
-    about = agreed_fields(config, data, agreed_files(config, data, begins=begins_anew(config)))
+    begins = begins_anew(config) or has_first_weights(config)
+    about = agreed_fields(config, data, agreed_files(config, data, begins=begins))
     say(f"waiting for nodes ({config.train.nodes}) in {config.run_dir} ...")
     with (
         held(config.run_dir),

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -212,6 +213,13 @@ def agreed_fields(config: RunConfig, data: PreparedData, of_disk: Mapping[str, A
 def begins_anew(config: RunConfig) -> bool:
     """True if no checkpoint is here to go on from, so that first weights are read."""
     return not steps(config.run_dir / "checkpoints")
+
+
+def has_first_weights(config: RunConfig) -> bool:
+    """True if the weights that a run begins with lie in folders here. Nodes that come and go compare them in a run that
+    goes on, too: it starts again if its checkpoints are removed meanwhile."""
+    named = filter(None, (config.model.name_or_path, config.adapter.path))
+    return all(any(Path(folder).glob("*.safetensors")) for folder in named)
 
 
 def agreed_files(config: RunConfig, data: PreparedData, *, begins: bool) -> dict[str, Any]:
