@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,11 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "scandir", forbid)
     assert "shut cannot be read: Permission denied" in refusal(tmp_path, tmp_path / "corpus").what
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names a file of /proc")
+def test_a_file_of_an_unknown_kind_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    assert "/proc/self/mem cannot be read: Input/output error" in refusal(tmp_path, "/proc/self/mem").what
 
 
 def test_a_folder_that_a_glob_matches_without_its_files_is_named(tmp_path: Path) -> None:

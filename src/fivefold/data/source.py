@@ -312,7 +312,7 @@ def _unknown(source: Source, path: Path, formats: Sequence[Format]) -> UserError
     known = ", ".join(suffix for form in formats for suffix in form.suffixes)
     suffix = "".join(path.suffixes[-2:]) if is_compressed(path) else path.suffix
     what = f"{source.at(path)}: no format reads the suffix {suffix!r} (known: {known})"
-    with opened(path, source.at(path)) as file:
+    with reading(path, source), opened(path, source.at(path)) as file:
         head = file.read(_HEAD)
     if is_binary(head):
         return UserError(f"{what}, and it is not text", fix="write its texts to a .jsonl or .txt file", more=MORE)
