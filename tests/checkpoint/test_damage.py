@@ -110,6 +110,13 @@ def test_every_cut_is_named(folder: Path) -> None:
     assert damage_of(folder) == ""
 
 
+def test_a_file_that_is_not_there_is_missing(folder: Path) -> None:
+    content = (file := folder / "weight-00000.safetensors").read_bytes()
+    file.unlink()
+    assert f"{file} is missing; it should hold" in damage_of(folder)
+    file.write_bytes(content)
+
+
 def test_bytes_of_a_tensor_in_anothers_place(folder: Path) -> None:
     """Two whole tensors of one shape, exchanged in a file whose header is untouched."""
     file = folder / "weight-00000.safetensors"

@@ -228,7 +228,8 @@ def problem(folder: Path, manifest: Manifest, name: str) -> str:
     file, size = folder / name, manifest.files[name].bytes
     is_there, is_direct = file.is_file(), "/" not in name and not file.is_symlink()
     if not is_there or not (is_direct or file.resolve().is_relative_to(folder.resolve())):
-        return f"{file} is no file of this checkpoint{manifest.listing(name)}"
+        what = "is no file of this checkpoint" if os.path.lexists(file) else "is missing"
+        return f"{file} {what}{manifest.listing(name)}"
     found = file.stat().st_size
     return "" if found == size else f"{file} has {found} bytes, and the manifest says {size}{manifest.listing(name)}"
 
