@@ -12,7 +12,7 @@ from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
 from fivefold.parallel.layout import Layout
-from fivefold.planner.estimate import Estimate, Workload, estimate
+from fivefold.planner.estimate import Estimate, Workload, estimate_layout
 from fivefold.planner.of_run import cluster_of
 from fivefold.planner.price import AXES, PriceList
 from fivefold.rehearsal.report import ExpectedStep, ms, or_why
@@ -42,7 +42,7 @@ def planned(args: argparse.Namespace, cluster: Cluster) -> Estimate:
     layout = layout_of(args, cluster.world)
     facts = facts_of(meta_model(args))
     batch = args.rows * args.accumulation * layout.data_ranks
-    return estimate(PriceList(facts, cluster), layout, Workload(args.seq_length, batch))
+    return estimate_layout(PriceList(facts, cluster), layout, Workload(args.seq_length, batch))
 
 
 def planned_on(device: str, world: World, args: argparse.Namespace) -> tuple[Estimate | None, str]:

@@ -17,7 +17,7 @@ from fivefold.core import history
 from fivefold.core.errors import UserError
 from fivefold.hardware.cluster import Cluster, to_toml
 from fivefold.parallel.layout import Layout
-from fivefold.planner.estimate import Estimate, Workload, estimate
+from fivefold.planner.estimate import Estimate, Workload, estimate_layout
 from fivefold.planner.of_run import cluster_of
 from fivefold.planner.price import PriceList
 from fivefold.planner.timing import OF_TERMS
@@ -38,7 +38,7 @@ LAYOUT = Layout.parse("shard2.tp4+mb1")
 
 
 def planned(cluster: Cluster) -> Estimate:
-    return estimate(PriceList(facts("llama", 8), cluster), LAYOUT, Workload(2048, 16))
+    return estimate_layout(PriceList(facts("llama", 8), cluster), LAYOUT, Workload(2048, 16))
 
 
 def learned(tree: dict[str, Any], seconds: float) -> tuple[Factors, Estimate]:

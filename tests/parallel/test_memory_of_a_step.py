@@ -13,7 +13,7 @@ from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.fp8.spec import cast_numbers
-from fivefold.parallel.fsdp.memory import Units, resting_bytes
+from fivefold.parallel.fsdp.memory import Units, bytes_of_units
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import layer_bytes, layer_numbers, step_bytes
@@ -50,7 +50,7 @@ def test_units_are_gathered_and_wait_by_zero_stage(zero: int, gathered: list[int
     unit of 5, 65 in all, in bf16, reduced in fp32; they are gathered in twice as many bytes."""
     shape: Any = SimpleNamespace(compute_bytes=2, reduce_bytes=4, micro_batches=1)
     units = Units(layer=(40, 20), own=(30, 15), embedding=(20, 10), root=(10, 5), total=(130, 65), matrix=8, ahead=30)
-    found = resting_bytes({"parameters": 7, "gradients": 9}, units, zero, shape, root_waits=False)
+    found = bytes_of_units({"parameters": 7, "gradients": 9}, units, zero, shape, root_waits=False)
     moments = [found[moment] for moment in MOMENTS[:4]]
     assert [each["parameters"] for each in moments] == [7, 7, 7, 7]
     assert [each["gradients"] for each in moments] == [9 if zero > 1 else 0] * 4

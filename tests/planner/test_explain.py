@@ -9,7 +9,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.layout import Layout
 from fivefold.planner import price
-from fivefold.planner.estimate import Workload, estimate
+from fivefold.planner.estimate import Workload, estimate_layout
 from fivefold.planner.explain import USEFUL, binds, cures, neighbours, slower_by, tied
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import MATMULS
@@ -20,7 +20,7 @@ WORKLOAD = Workload(8192, 16)
 
 
 def test_what_binds_is_the_largest_item_that_is_not_the_model_itself() -> None:
-    found = estimate(prices("llama", "8xH100"), Layout.parse("shard2.tp4"), WORKLOAD)
+    found = estimate_layout(prices("llama", "8xH100"), Layout.parse("shard2.tp4"), WORKLOAD)
     largest = binds(found)
     assert largest.item not in USEFUL
     assert all(row.amount <= largest.amount for row in found.rows if row.part == "time" and row.item not in USEFUL)
@@ -28,7 +28,7 @@ def test_what_binds_is_the_largest_item_that_is_not_the_model_itself() -> None:
 
 def test_a_slower_layout_says_in_what() -> None:
     price_list = prices("llama", "8xH100")
-    one, other = (estimate(price_list, Layout.parse(text), WORKLOAD) for text in ("pp8", "dp8"))
+    one, other = (estimate_layout(price_list, Layout.parse(text), WORKLOAD) for text in ("pp8", "dp8"))
     found = slower_by(one, other)
     assert sum(each.seconds for each in found) == pytest.approx(one.step_seconds - other.step_seconds)
     assert found[0].item == "bubble" and found[0].share > 0
@@ -64,7 +64,7 @@ def test_every_item_of_a_slot_is_as_unsure_as_its_term() -> None:
     ],
 )
 def test_steps_are_tied_within_the_error_of_their_difference(more: dict[str, float], is_tied: bool) -> None:
-    other = estimate(prices("llama", "8xH100"), Layout.parse("shard8"), WORKLOAD)
+    other = estimate_layout(prices("llama", "8xH100"), Layout.parse("shard8"), WORKLOAD)
     whole = other.step_seconds
     rows = tuple(replace(row, amount=row.amount + whole * more.get(row.item, 0.0)) for row in other.rows)
     assert tied(replace(other, rows=rows), other) is is_tied and tied(other, other)
@@ -73,23 +73,23 @@ def test_steps_are_tied_within_the_error_of_their_difference(more: dict[str, flo
 @pytest.mark.parametrize("text", ["dp4", "dp4+mb4", "dp2.shard2+zero1", "tp2.pp2", "shard2.tp2+mb2+nosp"])
 def test_cures_fit_are_legal_and_come_by_their_time(text: str) -> None:
     """With a fifth less than it needs beside the work space of matmuls, which is most of what a small model takes."""
-    large = estimate(with_memory(prices("llama", "4xH100"), gib=80), Layout.parse(text), WORKLOAD)
+    large = estimate_layout(with_memory(prices("llama", "4xH100"), gib=80), Layout.parse(text), WORKLOAD)
     always = sum(row.amount for row in large.rows if row.item == MATMULS)
     price_list = with_memory(prices("llama", "4xH100"), gib=(0.8 * large.reserved + 0.2 * always) / 2**30)
-    found = estimate(price_list, Layout.parse(text), WORKLOAD)
+    found = estimate_layout(price_list, Layout.parse(text), WORKLOAD)
     assert not found.fits
     cured = cures(price_list, found)
     assert 0 < len(cured) <= 3 and all(each.fits for each in cured)
     times = [each.step_seconds for each in cured]
     assert times == sorted(times)
     for each in cured:
-        assert estimate(price_list, each.layout, WORKLOAD).step_seconds == each.step_seconds
+        assert estimate_layout(price_list, each.layout, WORKLOAD).step_seconds == each.step_seconds
 
 
 def test_neighbours_differ_in_one_respect() -> None:
     price_list = prices("mixtral", "8xH100")
     layout = Layout.parse("dp2.shard4+zero1+mb2")
-    found = set(map(str, neighbours(price_list, layout, estimate(price_list, layout, WORKLOAD))))
+    found = set(map(str, neighbours(price_list, layout, estimate_layout(price_list, layout, WORKLOAD))))
     assert {"dp2.shard4+zero1+mb2+full", "dp2.shard4+zero1", "dp2.shard4+zero2+mb2", "dp2.shard4+mb2"} <= found
     assert {"shard8+zero1+mb2", "shard4.tp2+zero1+mb2", "shard4.cp2+zero1+mb2", "shard4.pp2+zero1+mb2"} <= found
     assert "dp2.shard4.ep2+zero1+mb2" in found
@@ -97,7 +97,7 @@ def test_neighbours_differ_in_one_respect() -> None:
 
 def test_nothing_cures_a_model_that_is_far_too_large() -> None:
     price_list = with_memory(prices("llama", "4xH100"), gib=0.001)
-    assert cures(price_list, estimate(price_list, Layout.parse("dp4"), WORKLOAD)) == ()
+    assert cures(price_list, estimate_layout(price_list, Layout.parse("dp4"), WORKLOAD)) == ()
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,8 @@ def test_nothing_cures_a_model_that_is_far_too_large() -> None:
 def test_state_is_rounded_where_nothing_else_fits(cluster: str, least: str, expected: set[str]) -> None:
     whole = PriceList(facts_of_config("llama-3.2-1b"), Cluster.parse(cluster))
     layout, needed = Layout.parse(least), Workload(1024, 1)
-    price_list = with_memory(whole, gib=0.97 * estimate(with_memory(whole, gib=80), layout, needed).reserved / 2**30)
-    found = cures(price_list, estimate(price_list, layout, needed))
+    price_list = with_memory(
+        whole, gib=0.97 * estimate_layout(with_memory(whole, gib=80), layout, needed).reserved / 2**30
+    )
+    found = cures(price_list, estimate_layout(price_list, layout, needed))
     assert {str(each.layout) for each in found} == expected and all(each.fits for each in found)

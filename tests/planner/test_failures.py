@@ -9,7 +9,7 @@ import pytest
 from fivefold import cli
 from fivefold.config import load_config
 from fivefold.parallel.layout import Layout
-from fivefold.planner.estimate import Workload, estimate
+from fivefold.planner.estimate import Workload, estimate_layout
 from fivefold.planner.failures import HANG_SECONDS, Failures, best_interval, failures, goodput
 from fivefold.planner.plan import price_list
 
@@ -71,7 +71,7 @@ def test_the_failures_of_llama_3() -> None:
     """419 unexpected interruptions in 54 days of 16,384 H100, and an effective training time above 90 % (arXiv
     2407.21783, section 3.3.4)."""
     prices = price_list("llama-3.1-405b", "2048x8xH100")
-    found = estimate(prices, Layout.parse("shard128.tp8.pp16"), Workload(8192, 2048))
+    found = estimate_layout(prices, Layout.parse("shard128.tp8.pp16"), Workload(8192, 2048))
     cost = failures(prices, found, 16_384 * 54 * 24 / 419)
     assert cost.between == pytest.approx(54 * 86400 / 419)
     assert 0.90 < cost.goodput < 0.95

@@ -16,7 +16,7 @@ from fivefold.launch import cluster as of_machine
 from fivefold.launch.cluster import cluster_here
 from fivefold.launch.memory import Room
 from fivefold.planner import of_run
-from fivefold.planner.estimate import Workload, estimate
+from fivefold.planner.estimate import Workload, estimate_layout
 from fivefold.planner.of_run import chosen, expected, facts_of_run
 from fivefold.planner.search import search
 from fivefold.planner.space import Space
@@ -121,7 +121,7 @@ def test_facts_have_the_vocabulary_of_the_tokenizer(tokenizer: str, vocabulary: 
 def test_what_a_run_was_expected_to_be_is_its_estimate() -> None:
     config, price_list = run("layout=shard2.tp2"), prices("llama", "2x2xH100")
     about = {"device": "NVIDIA H100 80GB HBM3", "devices_per_node": 2}
-    found, of = expected(config, "shard2.tp2", "cuda:0", about), estimate(price_list, config.layout, WORKLOAD)
+    found, of = expected(config, "shard2.tp2", "cuda:0", about), estimate_layout(price_list, config.layout, WORKLOAD)
     assert (found.step_seconds, found.peak_gib, found.cluster) == (of.step_seconds, of.memory_gib, "2x2xH100")
     assert expected(config, "shard4+fp32", "cpu", {}).cluster == (  # of an earlier version
         f"1x4xcpu; the speed of a cpu is a guess until fivefold calibrate measures it; {of_run.RESIDENT}"

@@ -10,7 +10,7 @@ from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.layout import Layout
-from fivefold.planner.estimate import Estimate, Item, Step, Workload, estimate
+from fivefold.planner.estimate import Estimate, Item, Step, Workload, estimate_layout
 from fivefold.planner.parts import ITEMS, LayerPrice, Prices
 from fivefold.planner.price import PriceList, work_layout
 from fivefold.planner.rank_memory import BUFFERS, matmul_bytes, runtime_bytes
@@ -72,7 +72,7 @@ def test_mfu_is_of_all_rows_on_all_devices() -> None:
     """6 FLOPs a token for each of 7,504,658,432 numbers in matrices, and for each layer and head 4,096 scores of 128
     features: 12 for each, halved. In one second on 8 devices of 989.4 TFLOP/s."""
     price_list = PriceList(facts_of_config("llama-3.1-8b"), Cluster.parse("8xH100"))
-    found = estimate(price_list, Layout.parse("shard8"), Workload(4096, 32))
+    found = estimate_layout(price_list, Layout.parse("shard8"), Workload(4096, 32))
     flops = 32 * 4096 * (6 * 7_504_658_432 + 32 * 32 * 4096 * 128 * 6)
     assert found.flops == pytest.approx(flops, rel=1e-3)
     second: Estimate = replace(found, rows=(Item("time", "matmuls", 1.0),))
@@ -82,7 +82,7 @@ def test_mfu_is_of_all_rows_on_all_devices() -> None:
 def test_the_optimizer_moves_34_bytes_of_each_number_that_a_rank_holds() -> None:
     """8,030,261,248 over 8, at 3,350 GB/s of which 90 % are reached."""
     price_list = PriceList(facts_of_config("llama-3.1-8b"), Cluster.parse("8xH100"))
-    rows = {row.item: row.amount for row in estimate(price_list, Layout.parse("shard8"), Workload(4096, 8)).rows}
+    rows = {row.item: row.amount for row in estimate_layout(price_list, Layout.parse("shard8"), Workload(4096, 8)).rows}
     assert rows["optimizer"] == pytest.approx(34 * 8_030_261_248 / 8 / (3350e9 * 0.9), rel=1e-4)
     assert rows["parameters"] == rows["optimizer state"] / 2 == pytest.approx(4 * 8_030_261_248 / 8, rel=1e-4)
 
@@ -154,7 +154,7 @@ def test_a_loss_of_the_users_own_has_the_logits_of_the_whole_vocabulary() -> Non
     layout, workload = Layout.parse("tp2"), Workload(global_batch_size=2, seq_length=TOKENS)
     own = PriceList(facts, cluster, whole_logits=True)
     plain, with_own, again = (
-        estimate(prices, layout, workload).memory_gib
+        estimate_layout(prices, layout, workload).memory_gib
         for prices in (PriceList(facts, cluster), own, own.repriced(cluster))
     )
     assert again == with_own > plain

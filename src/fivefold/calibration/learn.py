@@ -21,7 +21,7 @@ from fivefold.core.files import expanded
 from fivefold.hardware.cluster import Cluster, to_toml
 from fivefold.parallel.layout import Layout
 from fivefold.planner import timing
-from fivefold.planner.estimate import Estimate, estimate
+from fivefold.planner.estimate import Estimate, estimate_layout
 from fivefold.planner.of_run import cluster_of, facts_of_run, vocabulary_of, workload_of
 from fivefold.planner.price import PriceList
 from fivefold.planner.timing import LIKELY, terms
@@ -81,7 +81,7 @@ def learn(run: Path, *, base: str | None = None) -> tuple[str, Report[Corrected]
             what = f"{cluster.text} has {cluster.world} devices, and the run used {layout.world}"
             raise UserError(what, fix="name the cluster that it ran on: --cluster")
         prices = PriceList(facts, cluster, config.objective.is_own)
-        return estimate(prices, layout, workload_of(config))
+        return estimate_layout(prices, layout, workload_of(config))
 
     before = planned(tree)
     factors = Factors(dict.fromkeys(DOUBTS, 0.0), DOUBTS)

@@ -25,8 +25,8 @@ from fivefold.core.hub import MODEL, is_hub_id, snapshot
 from fivefold.core.shapes import no_model, read_model_config, shape_folder
 from fivefold.core.text import listed
 from fivefold.models import attention as own_attention
-from fivefold.models import experts as own_experts
 from fivefold.models import hf_internals
+from fivefold.models.experts import EXPERTS, register_experts
 from fivefold.models.forwards import check_documents, has_rope_limits
 from fivefold.models.sources import locate, own_heads
 
@@ -94,7 +94,7 @@ def build_meta(
     Raises `UserError` if the config has no causal language model, or asks for random numbers other than dropout.
     """
     own_attention.register()
-    own_experts.register()
+    register_experts()
     try:
         with _bounded():
             model = hf_internals.causal_lm_on_meta(hf_config, attention, model_class)
@@ -104,7 +104,7 @@ def build_meta(
         raise _cannot_build(hf_config, error) from error
     _check_sizes(model)
     model.config.dtype = _dtype(hf_config, model, weights)
-    hf_internals.select_experts(model, own_experts.NAME)
+    hf_internals.select_experts(model, EXPERTS)
     _refuse_noise(model)
     if weights and own_heads(weights, model):
         apart = build_meta(hf_internals.untied_config(hf_config), attention=attention, model_class=model_class)
@@ -176,11 +176,11 @@ def use_our_attention(model: PreTrainedModel) -> None:
     If rotary frequencies depend on lengths, the model refuses packed documents that would change each other.
     """
     own_attention.register()
-    own_experts.register()
+    register_experts()
     _refuse_noise(model)
     hf_internals.base_first(model)
     hf_internals.select_attention(model, own_attention.NAME)
-    hf_internals.select_experts(model, own_experts.NAME)
+    hf_internals.select_experts(model, EXPERTS)
     if has_rope_limits(model.config):
         model.base_model.register_forward_pre_hook(check_documents, with_kwargs=True)
 

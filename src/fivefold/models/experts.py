@@ -1,8 +1,8 @@
 """The experts of every model: dropless, tokens sorted by expert, one grouped matmul for all of them.
 
-`transformers` calls `experts_forward` in place of its own loop (see `register`), with the experts' weights as the model
-keeps them: one tensor for all, [E, outputs, inputs] or transposed, with or without biases. The model's own router picks
-the experts of a token and their weights.
+`transformers` calls `experts_forward` in place of its own loop (see `register_experts`), with the experts' weights as
+the model keeps them: one tensor for all, [E, outputs, inputs] or transposed, with or without biases. The model's own
+router picks the experts of a token and their weights.
 
 Legend: N tokens, K experts per token, S = N * K rows sorted by expert, E experts, D hidden size, I and O inputs and
 outputs of an expert's matmul (`ops/linear.py`).
@@ -20,14 +20,14 @@ from fivefold.models import hf_internals
 from fivefold.models.facts import ORDERS, Block, ExpertFeatures, Order
 from fivefold.ops.linear import PLAIN, Linears
 
-NAME = "fivefold"
+EXPERTS = "fivefold"  # as `transformers` knows them
 
 Compute = Callable[[Tensor, Tensor], Tensor]  # rows [S, D] sorted by expert, counts [E] -> outputs of the counted rows
 
 
-def register() -> None:
-    """Offer this function to `transformers` under `NAME`. Calling it again changes nothing."""
-    hf_internals.register_experts(NAME, experts_forward)
+def register_experts() -> None:
+    """Offer this function to `transformers` under `EXPERTS`. Calling it again changes nothing."""
+    hf_internals.register_experts(EXPERTS, experts_forward)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # rows per expert depend on the data

@@ -27,9 +27,9 @@ from fivefold.core.folder_config import check_not_gguf
 from fivefold.core.hub import is_inside
 from fivefold.core.text import listed
 from fivefold.models import hf_internals, merged
-from fivefold.models import recipe as recipes
 from fivefold.models.experts import router_buffers
 from fivefold.models.random_stream import Region, whole
+from fivefold.models.recipe import check_drawable, draw, read_recipe, stored_buffers
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SAMPLE = 1024
@@ -102,15 +102,15 @@ class RandomInit(TensorSource):
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         """`model` is on the meta device and stays there. Raises `UserError` for unknown initialisers."""
         self._seed = seed
-        self._recipe = recipes.read_recipe(model)
+        self._recipe = read_recipe(model)
         stored = stored_tensors(model)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
         self._dtypes = {name: tensor.dtype for name, tensor in stored.items()}
-        recipes.check_drawable(self._recipe, stored)
+        check_drawable(self._recipe, stored)
 
     def read(self, name: str, region: Region) -> Tensor:
         shape, dtype = self.shapes[name], self._dtypes[name]
-        return recipes.draw(self._recipe[name], name, seed=self._seed, shape=shape, region=region, dtype=dtype)
+        return draw(self._recipe[name], name, seed=self._seed, shape=shape, region=region, dtype=dtype)
 
 
 class SafetensorsFolder(TensorSource):
@@ -153,7 +153,7 @@ class SafetensorsFolder(TensorSource):
     def _check_buffers(self, model: PreTrainedModel) -> None:
         """Raise `UserError` for buffers that differ from the computed ones: checkpoints would lose them."""
         trained = router_buffers(model)
-        for name, values in recipes.stored_buffers(model).items():
+        for name, values in stored_buffers(model).items():
             if name not in trained and not torch.equal(found := self.whole(name), values.to(found.dtype)):
                 raise UserError(f"{self.folder} holds other values of the buffer {name} than the model computes")
 

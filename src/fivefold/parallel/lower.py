@@ -7,7 +7,7 @@ from fivefold.core.model_limits import CPMethod, context_method
 from fivefold.core.optimizers import block_length
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel import features, legality
-from fivefold.parallel.fp8 import spec as fp8
+from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fsdp.spec import computes_in_copies
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.placement import Placement, stage_plan
@@ -39,9 +39,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int, *, compiled: bool = Fals
     # Frozen ones too: a user's own loop may train them later.
     own = {name: axis for name, axis in sums.items() if placement.holds(name)}
     in_copies = computes_in_copies(facts, layout)
-    plan = ParallelPlan(
-        placement, partition, own, method, Recompute(layout.recompute), fp8.Fp8Plan, in_copies, compiled
-    )
+    plan = ParallelPlan(placement, partition, own, method, Recompute(layout.recompute), Fp8Plan, in_copies, compiled)
     refuse([*_of_states(plan), *(violation for rule in features.RULES for violation in rule(plan))])
     return plan
 

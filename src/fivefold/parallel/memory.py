@@ -18,7 +18,7 @@ from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.fsdp.memory import rank_resting_bytes
 from fivefold.parallel.loss.spec import logit_bytes, waiting_bytes
 from fivefold.parallel.offload.spec import host_bytes, in_update
-from fivefold.parallel.outer import spec as outer
+from fivefold.parallel.outer.spec import outer_bytes
 from fivefold.parallel.pipeline.memory import in_flight_bytes, layers_in_flight, saved_bytes
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.step import MOMENTS, LayerBytes, LayerNumbers, LayerStep
@@ -82,7 +82,7 @@ def _state(plan: ParallelPlan, shape: StepShape) -> dict[str, int]:
     held = {name: placement.held_bytes(name, placement.rests_in(name, shape.master_bytes)) for name in names}
     trained = {name: size for name, size in held.items() if plan.facts.parameters[name].is_trained}
     return {
-        "parameters": sum(held.values()) + outer.kept_bytes(plan, shape.master_bytes),
+        "parameters": sum(held.values()) + outer_bytes(plan, shape.master_bytes),
         "gradients": sum(trained.values()),
         "optimizer state": sum(
             placement.state_bytes(name, shape.master_bytes)

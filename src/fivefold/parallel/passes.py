@@ -15,8 +15,7 @@ from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.dtypes import master_dtype
 from fivefold.parallel.loss.runtime import Kernels, parameters_after_base
 from fivefold.parallel.loss.tasks import AnswerLogProbs, Head, Task, TopLogProbs
-from fivefold.parallel.pipeline import runtime as pipeline
-from fivefold.parallel.pipeline.runtime import Pipeline
+from fivefold.parallel.pipeline.runtime import Pipeline, broadcast_from_last_stage, forward_only, run_pipeline
 from fivefold.parallel.state import state_of
 from fivefold.parallel.tensor.runtime import TensorParallel
 
@@ -66,7 +65,7 @@ def gradients(model: Any, batch: Sequence[Inputs], *, rows: int | None = None, d
     dropping = nullcontext() if drops else state.deterministic()
     with state.in_gradients(rows), state.guard.library(), dropping:
         state.begin_passes()
-        return pipeline.run(model, state.live(Pipeline), batch)
+        return run_pipeline(model, state.live(Pipeline), batch)
 
 
 def loss(model: Any, inputs: Inputs) -> Tensor:
@@ -94,14 +93,14 @@ def _everywhere(model: Any, inputs: Inputs, shape: Sequence[int]) -> Tensor:
         found = _forward_only(model, inputs)
     device = inputs.input_ids.device
     live = state_of(model).live(Pipeline)
-    return pipeline.broadcast_from_last_stage(live, found, tuple(shape), torch.float64, device)
+    return broadcast_from_last_stage(live, found, tuple(shape), torch.float64, device)
 
 
 def _forward_only(model: Any, inputs: Inputs) -> Tensor | None:
     state = state_of(model)
     with state.guard.library():
         state.begin_passes()
-        return pipeline.forward_only(
+        return forward_only(
             state.live(Pipeline), inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden)
         )
 
@@ -112,7 +111,7 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
     inputs = {"input_ids": ids_BT, "position_ids": positions_BT, **options}
     with state.guard.library():
         state.begin_passes()
-        found = pipeline.forward_only(
+        found = forward_only(
             state.live(Pipeline),
             ids_BT,
             lambda stage, hidden: model.stage_logits(stage, hidden, logits_to_keep=logits_to_keep, **inputs),
@@ -121,7 +120,7 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
     vocabulary = state.placement.shards[state.plan.head_weight].shape[0]
     shape = (rows, logits_to_keep or length, vocabulary)
     dtype = master_dtype(state.plan.layout.precision)  # holds the logits of any forward
-    return pipeline.broadcast_from_last_stage(state.live(Pipeline), found, shape, dtype, ids_BT.device)
+    return broadcast_from_last_stage(state.live(Pipeline), found, shape, dtype, ids_BT.device)
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from fivefold.core.optimizers import StateDtype, kept_in, state_bytes
 from fivefold.core.schedule import balanced
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.outer import keys as outer
+from fivefold.parallel.outer.keys import OUTER_NUMBERS
 from fivefold.parallel.ranks import RankCoords, RankGrid, ShardIndex
 from fivefold.parallel.sharding import Region, ShardSpec, fsdp_rows, local_regions, numel
 
@@ -217,7 +217,7 @@ class Placement:
         weights = sum(map(prod, self.stored_shapes.values())) * master_bytes
         in_all = weights + sum(self._state_bytes(name, prod(self.shards[name].shape), master_bytes) for name in kept)
         copies = self.grid.layout.copies_apart
-        return in_all if copies == 1 else outer.KEPT * weights + copies * in_all
+        return in_all if copies == 1 else OUTER_NUMBERS * weights + copies * in_all
 
     def _state_bytes(self, name: str, numbers: int, master_bytes: int) -> int:
         width = (self.shards[name].shape or (1,))[-1]

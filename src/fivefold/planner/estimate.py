@@ -235,7 +235,7 @@ class Estimate:
         return self.flops / self.step_seconds / self.layout.world / peak
 
 
-def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
+def estimate_layout(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     """Estimate a layout. Raises `UserError`, with the nearest legal values, if it cannot run the model there."""
     return Step(prices, resolved(prices, layout, workload), workload).estimate()
 

@@ -23,7 +23,7 @@ from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.layout import KEYS, RESTS, Layout
 from fivefold.parallel.memory import BETWEEN_STEPS, REST
 from fivefold.parallel.recompute.policy import budget_bytes
-from fivefold.planner.estimate import Estimate, Step, Workload, estimate
+from fivefold.planner.estimate import Estimate, Step, Workload, estimate_layout
 from fivefold.planner.explain import MOST_CURES, cures, longest_sequence, too_large
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import OUTSIDE
@@ -110,7 +110,7 @@ def expected(config: RunConfig, layout: str, device: str, about: Mapping[str, An
     own = Layout.parse(layout)
     cluster = cluster_of(own.world, device, about, config.hardware)
     facts = facts_of_run(config, vocabulary_of(about))
-    found = estimate(PriceList(facts, cluster, config.objective.is_own), own, workload_of(config))
+    found = estimate_layout(PriceList(facts, cluster, config.objective.is_own), own, workload_of(config))
     told = filter(None, (cluster.text, guessed(cluster.chip), RESIDENT if device == "cpu" else ""))
     return Expected(found.step_seconds, found.memory_gib, "; ".join(told), found.step_interval)
 

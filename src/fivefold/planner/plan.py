@@ -17,8 +17,7 @@ from fivefold.models.config_facts import facts_of_config
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.layout import DEGREES, Layout
 from fivefold.planner import report
-from fivefold.planner.estimate import Estimate, Step, Workload
-from fivefold.planner.estimate import estimate as estimate_layout
+from fivefold.planner.estimate import Estimate, Step, Workload, estimate_layout
 from fivefold.planner.explain import (
     cost_per_million_tokens,
     cures,

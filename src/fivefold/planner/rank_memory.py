@@ -15,11 +15,10 @@ from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.balance.spec import buffer_bytes
 from fivefold.parallel.collectives import StepShape
-from fivefold.parallel.fsdp import memory as fsdp
-from fivefold.parallel.fsdp.memory import Units
+from fivefold.parallel.fsdp.memory import Units, bytes_of_units, node_of_levels
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.offload.spec import in_update
-from fivefold.parallel.outer import keys as outer
+from fivefold.parallel.outer.keys import OUTER_NUMBERS
 from fivefold.parallel.pipeline.memory import InFlightBytes
 from fivefold.parallel.ranks import RankGrid
 from fivefold.planner.flow import StagesInFlight
@@ -101,11 +100,11 @@ def resting_bytes(
     goes_on: bool = True, away: frozenset[str] = frozenset(), state_dtype: str = "fp32", apart: bool = False,
 ) -> Mapping[str, Mapping[str, float]]:  # fmt: skip
     """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `waits`: see `root_waits`.
-    `goes_on`: see `fsdp.resting_bytes`. `away`: items that rest in host memory. `state_dtype`: of the optimizer's
+    `goes_on`: see `bytes_of_units`. `away`: items that rest in host memory. `state_dtype`: of the optimizer's
     state. `apart`: replicas train apart."""
     shape, sizes = shards.shape, _units(shards, content)
     state = state_bytes(price_list, shards, content, away=away, state_dtype=state_dtype, apart=apart)
-    moments: Mapping[str, Mapping[str, float]] = fsdp.resting_bytes(
+    moments: Mapping[str, Mapping[str, float]] = bytes_of_units(
         state, sizes, shards.stage(zero), shape, root_waits=waits, goes_on=goes_on
     )
     if not price_list.cluster.chip.is_host:
@@ -123,7 +122,7 @@ def state_bytes(
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
     kinds = len(shape.optimizer.state)
     state = {
-        "parameters": (held + outer.KEPT * trained * apart) * shape.master_bytes,
+        "parameters": (held + OUTER_NUMBERS * trained * apart) * shape.master_bytes,
         "gradients": trained * shape.master_bytes,
         "optimizer state": sum(unit.state for unit in units) * kinds,
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
@@ -197,7 +196,7 @@ def _units(shards: Shards, content: Content) -> Units:
         ahead=max((group[-1].gathered for group in units if group[-1].is_sent), default=0),
         copies=sum(unit.copied * count for shard, count in shards.of(content) for unit in shard.units),
         sent=max((call.bytes for group in units for call in group[-1].calls["gather"]), default=0),
-        node=fsdp.node_of_levels(shards.grid),
+        node=node_of_levels(shards.grid),
         codes_gradients=shards.grid.layout.reductions != "none",
         by_fsdp=shards.by_fsdp,
     )

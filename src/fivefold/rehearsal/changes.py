@@ -17,8 +17,8 @@ from torch import Tensor
 from fivefold.models.experts import sort_by_expert
 from fivefold.ops import gpu_attention
 from fivefold.parallel import apply, plain
-from fivefold.parallel.balance import runtime as balancing
-from fivefold.parallel.experts import runtime as expert
+from fivefold.parallel.balance.runtime import sums_on_host
+from fivefold.parallel.experts.runtime import by_expert, counts_on_host, exchange_counts
 from fivefold.parallel.offload import host_memory
 from fivefold.parallel.state import fill
 from fivefold.training.part import Environment, Resumed
@@ -130,8 +130,8 @@ def _exchanged(usual: Any) -> Any:
     return exchange_counts
 
 
-def _on_host(usual: Any) -> Any:
-    def on_host(counts_E: Tensor, counts_nE: Tensor) -> tuple[list[int], list[list[int]]]:
+def _counted(usual: Any) -> Any:
+    def counts_on_host(counts_E: Tensor, counts_nE: Tensor) -> tuple[list[int], list[list[int]]]:
         own, come = usual(counts_E, counts_nE)
         if not counts_E.is_cuda:
             return own, come
@@ -139,7 +139,7 @@ def _on_host(usual: Any) -> Any:
         shares = even(sum(rows), ranks * experts)
         return rows, [shares[at * experts :][:experts] for at in range(ranks)]
 
-    return on_host
+    return counts_on_host
 
 
 def read(tensor: Tensor) -> list[int]:
@@ -190,10 +190,10 @@ CHANGES = (
     Change(plain.everywhere, "the other ranks would say what this one says", _alike),
     Change(plain.of_first, "the first rank would say what this one says", _own),
     Change(sort_by_expert, "tokens go evenly to the experts", _sorted, "stand-in"),
-    Change(expert.exchange_counts, "the other ranks would send as many rows", _exchanged, "cpu"),
-    Change(expert.on_host, "the other ranks would send as many rows", _on_host, "stand-in"),
-    Change(expert.by_expert, "its sizes are counts that no kernel made", _by_expert, "stand-in"),
-    Change(balancing.on_host, "no kernel counted the tokens of experts", _ones, "stand-in"),
+    Change(exchange_counts, "the other ranks would send as many rows", _exchanged, "cpu"),
+    Change(counts_on_host, "the other ranks would send as many rows", _counted, "stand-in"),
+    Change(by_expert, "its sizes are counts that no kernel made", _by_expert, "stand-in"),
+    Change(sums_on_host, "no kernel counted the tokens of experts", _ones, "stand-in"),
     Change(gpu_attention.differs, "no kernel ran whose numbers could be compared", _same, "stand-in"),
     Change(
         host_memory.allocate,

@@ -22,7 +22,7 @@ from fivefold.launch.processes import private_folder
 from fivefold.launch.world import LAUNCHER
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import RankGrid
-from fivefold.planner.estimate import Estimate, estimate
+from fivefold.planner.estimate import Estimate, estimate_layout
 from fivefold.planner.of_run import chosen, facts_of_run, workload_of
 from fivefold.planner.price import PriceList
 from fivefold.rehearsal import stand_in
@@ -133,7 +133,7 @@ def _planned(
     if synthetic:  # the model keeps the vocabulary of its own config
         config = config.model_copy(update={"tokenizer": config.tokenizer.model_copy(update={"name_or_path": "auto"})})
     return or_why(
-        lambda: estimate(
+        lambda: estimate_layout(
             PriceList(facts_of_run(config, vocabulary), place, config.objective.is_own),
             layout,
             workload_of(config),

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.parallel import passes
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.passes import Inputs
 from fivefold.parallel.pipeline import runtime as pipeline
@@ -25,12 +26,12 @@ TIED, FOUR = Model(tied=True), Model(changes=(("num_hidden_layers", 4),))
 
 def _inputs(change: Callable[[Any, list[Inputs]], Sequence[Inputs]]) -> Any:
     """A step runs on `change(pipeline, micro batches)`."""
-    plain = pipeline.run
+    plain = pipeline.run_pipeline
 
     def run(model: Any, piped: Any, inputs: Sequence[Inputs]) -> Tensor:
         return plain(model, piped, change(piped, list(inputs)))
 
-    return patch.object(pipeline, "run", run)
+    return patch.object(passes, "run_pipeline", run)
 
 
 def _with_next(names: Sequence[str], inputs: list[Inputs]) -> list[Inputs]:
@@ -170,7 +171,7 @@ def documents_of_the_next_micro_batch() -> Any:
     expects=[("gradient, reduced", r"0\.125 times")],
 )
 def gradients_scaled_by_the_schedule() -> Any:
-    plain = pipeline.run
+    plain = pipeline.run_pipeline
 
     def run(model: Any, piped: Any, inputs: Sequence[Inputs]) -> Tensor:
         found = plain(model, piped, inputs)
@@ -178,7 +179,7 @@ def gradients_scaled_by_the_schedule() -> Any:
             parameter.grad.div_(len(inputs))
         return found
 
-    return patch.object(pipeline, "run", run)
+    return patch.object(passes, "run_pipeline", run)
 
 
 @fault(

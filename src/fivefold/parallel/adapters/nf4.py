@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.parallel.adapters.settings import NF4_BLOCK as BLOCK
-from fivefold.parallel.adapters.settings import nf4_numbers
+from fivefold.parallel.adapters.settings import NF4_BLOCK, nf4_numbers
 
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -29,7 +28,7 @@ _AT_ONCE = 2**24  # numbers dequantised at once: 64 MiB in fp32
 
 def quantise(weight: Tensor) -> Tensor:
     """Quantise a weight [O, I] from fp32 to uint8 [O, 9 I / 16]; I is a multiple of 64."""
-    blocks = weight.detach().float().reshape(len(weight), -1, BLOCK)
+    blocks = weight.detach().float().reshape(len(weight), -1, NF4_BLOCK)
     scales = blocks.abs().amax(dim=-1)
     scaled = (blocks * (1.0 / scales.clamp(min=_LEAST)).unsqueeze(-1)).clamp(-1, 1).flatten(-2)
     levels = torch.tensor(LEVELS, device=weight.device)
@@ -61,7 +60,7 @@ def _restored_as(packed: Tensor, like: Tensor) -> Tensor:
     out = torch.empty(len(packed), numbers, dtype=like.dtype, device=packed.device)
     pairs, most = _pairs(packed.device), max(1, _AT_ONCE // numbers)
     for rows, into in zip(*(torch.split(tensor, most) for tensor in (packed, out)), strict=True):
-        levels = F.embedding(rows[:, : numbers // 2].int(), pairs).view(len(rows), -1, BLOCK)
+        levels = F.embedding(rows[:, : numbers // 2].int(), pairs).view(len(rows), -1, NF4_BLOCK)
         scales = rows[:, numbers // 2 :].contiguous().view(torch.float32)
         into.copy_((levels * scales.unsqueeze(-1)).view_as(into))
     return out

@@ -208,7 +208,7 @@ class Balance(LivePart):
             self.unsent = {block.router: count for block, count in zip(self.modules, mine, strict=True)}
         dist.all_reduce(flat)
         rows, load, z, dropped = [], 0.0, 0.0, 0
-        for part in torch.split(on_host(flat), sizes):
+        for part in torch.split(sums_on_host(flat), sizes):
             *counts, of_load, of_z, of_dropped = part.tolist()
             rows.append(tuple(int(count) for count in counts))
             load, z, dropped = load + of_load, z + of_z, dropped + int(of_dropped)
@@ -359,5 +359,5 @@ def dropped(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[C
     return found
 
 
-def on_host(numbers: Tensor) -> Tensor:
+def sums_on_host(numbers: Tensor) -> Tensor:
     return numbers.cpu()

@@ -112,7 +112,7 @@ class ExpertParallel(LivePart):
         assert self.group is not None, "rows stay here"
         held = [stop - start for start, stop in split_even(len(counts_E), dist.get_world_size(self.group))]
         counts_nE = exchange_counts(counts_E, held, self.rank, self.group)
-        own, come = on_host(counts_E, counts_nE)
+        own, come = counts_on_host(counts_E, counts_nE)
         ends = list(accumulate(held))
         sent = [sum(own[end - size : end]) for size, end in zip(held, ends, strict=True)]
         return counts_nE, sent, [sum(row) for row in come]
@@ -150,7 +150,7 @@ def exchange_counts(counts_E: Tensor, held: Sequence[int], rank: int, group: dis
     return received.view(len(held), mine)
 
 
-def on_host(counts_E: Tensor, counts_nE: Tensor) -> tuple[list[int], list[list[int]]]:
+def counts_on_host(counts_E: Tensor, counts_nE: Tensor) -> tuple[list[int], list[list[int]]]:
     """Copy the counts of outgoing and of incoming rows to the host, which waits for this one copy."""
     flat = torch.cat([counts_E, counts_nE.flatten()]).tolist()
     own, experts = len(counts_E), counts_nE.shape[1]

@@ -36,11 +36,11 @@ class Units:
 
 
 def rank_resting_bytes(plan: ParallelPlan, shape: StepShape, state: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """`resting_bytes` of the rank of a plan."""
+    """`bytes_of_units` of the rank of a plan."""
     fsdp = plan.feature(FsdpPlan)
     root_waits = len(fsdp.users(fsdp.units[-1])) > 1
     goes_on = shape.micro_batches > 1
-    return resting_bytes(state, _units(plan), plan.layout.zero, shape, root_waits=root_waits, goes_on=goes_on)
+    return bytes_of_units(state, _units(plan), plan.layout.zero, shape, root_waits=root_waits, goes_on=goes_on)
 
 
 def _units(plan: ParallelPlan) -> Units:
@@ -78,7 +78,7 @@ def _sum(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
     return sum(gathered for gathered, _ in pairs), sum(reduced for _, reduced in pairs)
 
 
-def resting_bytes(
+def bytes_of_units(
     state: Mapping[str, int], units: Units, zero: int, shape: StepShape, *, root_waits: bool,
     goes_on: bool = True,
 ) -> dict[str, dict[str, int]]:  # fmt: skip

@@ -9,7 +9,7 @@ from fivefold.parallel.fsdp.keys import FsdpKeys
 from fivefold.parallel.offload.keys import OffloadKeys
 
 MORE = "fivefold docs explain/outer"
-KEPT = 2  # numbers that are kept for each trained one: the outer weight and its momentum
+OUTER_NUMBERS = 2  # that are kept for each trained one: the outer weight and its momentum
 
 
 @dataclass(frozen=True, kw_only=True)

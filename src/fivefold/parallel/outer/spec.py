@@ -6,7 +6,7 @@ from dataclasses import replace
 from fivefold.core.errors import Violation
 from fivefold.core.units import in_parts
 from fivefold.parallel.collectives import Call
-from fivefold.parallel.outer.keys import KEPT, MORE
+from fivefold.parallel.outer.keys import MORE, OUTER_NUMBERS
 from fivefold.parallel.plan import ParallelPlan
 
 BUCKET = 2**24  # numbers that are averaged at once, or one parameter
@@ -48,6 +48,6 @@ def mean_calls(numbers: int, copies: int, master_bytes: int) -> tuple[Call, Call
     return to_sum, replace(to_sum, kind="all_gather")
 
 
-def kept_bytes(plan: ParallelPlan, master_bytes: int) -> int:
+def outer_bytes(plan: ParallelPlan, master_bytes: int) -> int:
     """Bytes of this rank's outer weights and their momentum."""
-    return KEPT * sum(averaged(plan).values()) * master_bytes if plan.layout.outer_every else 0
+    return OUTER_NUMBERS * sum(averaged(plan).values()) * master_bytes if plan.layout.outer_every else 0

@@ -3,8 +3,8 @@
 Every model runs here. Without pipeline parallelism it is one stage, whose micro batches go forward and back one after
 the other; nothing is sent.
 
-`run` executes this rank's actions of a `SchedulePlan`: slots (forward, backward) and the transfers between them.
-Hidden states go to the next stage, their gradients to the stage before; the last stage computes the loss. The orders
+`run_pipeline` executes this rank's actions of a `SchedulePlan`: slots (forward, backward) and the transfers between
+them. Hidden states go to the next stage, their gradients to the stage before; the last stage computes the loss. The orders
 equal those of `torch.distributed.pipelining` (a test compares them). They are executed here for two reasons: FSDP must
 be told, unit by unit, which backward is the last; and every transfer must be known, and declared, before the step.
 
@@ -76,7 +76,7 @@ def builders(state: ParallelState) -> Builders:
     return stage_builders(state.live(Pipeline).staged)
 
 
-def run(model: Any, pipeline: Pipeline, inputs: Sequence[Any]) -> Tensor:
+def run_pipeline(model: Any, pipeline: Pipeline, inputs: Sequence[Any]) -> Tensor:
     """Run forward and backward of every micro batch (`passes.Inputs`); gradients end up reduced. Returns the sum of the
     losses, fp64: 0 on ranks without the last stage."""
     plan = pipeline.plan.feature(PipelinePlan).schedule(len(inputs))
