@@ -1,7 +1,7 @@
 """Other trainers as the planner prices them: what each saves, gathers, overlaps and recomputes, as one record.
 
 They made the published measurements with which `benchmarks/planner_accuracy.py` compares the planner. A trainer has the
-planner's plans, links and kernels, and changes what `Pricing`, `PriceList` and `Step` say of this runtime.
+planner's plans, links and kernels, and changes what `Pricing`, `PriceList` and `PricedStep` say of this runtime.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,8 +24,8 @@ from fivefold.parallel.memory import layer_bytes
 from fivefold.parallel.placement import stage_plan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.policy import budget_bytes
-from fivefold.planner.estimate import Estimate, Parts, Step, Workload, resolved
-from fivefold.planner.parts import ITEMS, Content, Prices, Seconds, Shards
+from fivefold.planner.estimate import Estimate, Parts, PricedStep, Workload, resolved
+from fivefold.planner.parts import ITEMS, Content, Prices, RankShards, Seconds
 from fivefold.planner.price import AXES, Forward, PriceList, Pricing, of_passes
 from fivefold.planner.rank_memory import GATHERED, SAVED, WAITING, all_units, in_flight_bytes, state_bytes
 from fivefold.planner.timing import Product, Traits, attention_seconds, matmul_seconds, traffic_seconds
@@ -269,7 +269,7 @@ class TrainerPrices(PriceList):
             self._plans[layout] = replace(lower(self.short, _plainly(layout), 0), in_copies=False)
         return self._plans[layout]
 
-    def shards(self, layout: Layout) -> Shards:
+    def shards(self, layout: Layout) -> RankShards:
         return super().shards(_plainly(layout))
 
     def of(self, layout: Layout, tokens: int) -> Prices:
@@ -317,7 +317,7 @@ def fused_saved(layer: str, cost: LayerCost, partition: Partition, hidden: int) 
 
 
 @dataclass(frozen=True)
-class TrainerStep(Step):
+class TrainerStep(PricedStep):
     """One layout's step under a trainer. The layout is one of this runtime: see `Engine.laid`."""
 
     price_list: TrainerPrices
@@ -386,7 +386,7 @@ def unit_bytes(sizes: Sequence[tuple[int, int]], zero: int, shape: StepShape) ->
     return gathered, waiting
 
 
-def spare_bytes(shards: Shards, content: Content) -> int:
+def spare_bytes(shards: RankShards, content: Content) -> int:
     """One gradient in the compute type for each shape of a weight on a pipeline rank."""
     units = [unit for kind, _ in content.kinds for unit in shards.layers[kind].units]
     if content.has_head:

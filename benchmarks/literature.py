@@ -23,7 +23,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.layout import Layout
-from fivefold.planner.estimate import Step, Workload
+from fivefold.planner.estimate import PricedStep, Workload
 from fivefold.planner.explain import longest_sequence
 from fivefold.planner.plan import price_list
 
@@ -130,7 +130,7 @@ def long_rows(axes: Axes) -> None:
     prices, lengths = price_list("llama-3.1-8b", "8xH100"), (8192, 16_384, 32_768, 65_536, 131_072, 262_144)
     for cp in (1, 2, 4, 8):
         layout = Layout(dp_shard=8 // cp, cp=cp, recompute="full")
-        found = [Step(prices, layout, Workload(length, 8)).needs / GIB for length in lengths]
+        found = [PricedStep(prices, layout, Workload(length, 8)).needs / GIB for length in lengths]
         axes.plot(lengths, found, "o-", label=f"cp{cp}" if cp > 1 else "no cp")
         told(f"long rows, cp{cp}", dict(zip(map(str, lengths), found, strict=True)), "GiB")
     axes.axhline(prices.cluster.chip.memory_gib, color="black", linestyle="--", linewidth=1)

@@ -27,7 +27,7 @@ from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.layout import Layout
-from fivefold.planner.estimate import Step, Workload
+from fivefold.planner.estimate import PricedStep, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import OUTSIDE
 
@@ -94,7 +94,7 @@ def plan(cell: Cell) -> Planned:
     """Price the cell's rank."""
     of = prices(cell.model, cell.cluster, cell.compiled)
     layout = Layout.parse(cell.layout).resolve(of.cluster.world)
-    items = Step(of, layout, cell.workload).memory_of(cell.rank // (layout.world // layout.pp))
+    items = PricedStep(of, layout, cell.workload).memory_of(cell.rank // (layout.world // layout.pp))
     tensors = sum(amount for name, amount in items.items() if name not in OUTSIDE)
     return Planned(cell, tensors, tensors + items["allocator"])
 

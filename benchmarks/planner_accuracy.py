@@ -29,7 +29,7 @@ from benchmarks import engines
 from fivefold.core.errors import UserError
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.layout import Layout
-from fivefold.planner.estimate import Estimate, Step, Workload
+from fivefold.planner.estimate import Estimate, PricedStep, Workload
 from fivefold.planner.plan import Model, as_layout, as_workload, price_list
 from fivefold.planner.rank_memory import OUTSIDE
 from fivefold.planner.timing import Interval, step_interval
@@ -142,14 +142,14 @@ class Planner:
             return None
 
 
-def memory_of(step: Step, row: Measured) -> float:
+def memory_of(step: PricedStep, row: Measured) -> float:
     """GiB of what a row's memory is of."""
     rank = row.of_rank
     memory = step.fullest[1] if rank is None else step.memory_of(rank % step.layout.pp)
     return sum(amount for name, amount in memory.items() if name not in OUTSIDE or name in row.beside) / 2**30
 
 
-def steady_span(step: Step) -> float:
+def steady_span(step: PricedStep) -> float:
     """The span, of which every round of micro batches beyond the first few takes as long as the one before it."""
     pp = step.layout.pp
     rounds = step.micro_batches // pp
@@ -159,12 +159,12 @@ def steady_span(step: Step) -> float:
     return few[1] + (rounds - 5 + step.micro_batches % pp / pp) * (few[1] - few[0])
 
 
-def _of_rounds(step: Step, rounds: int) -> Workload:
+def _of_rounds(step: PricedStep, rounds: int) -> Workload:
     rows = rounds * step.layout.pp * step.layout.micro_batch_size * step.layout.data_ranks
     return replace(step.workload, global_batch_size=rows)
 
 
-def closed_span(step: Step) -> float:
+def closed_span(step: PricedStep) -> float:
     """The span of 1F1B without its simulation, for fitting: the slowest stage for every micro batch, all once."""
     totals = sum(step.passes)
     return float((step.micro_batches - 1) * totals.max() + totals.sum() + 2 * step.transfer * (len(totals) - 1))

@@ -278,7 +278,7 @@ def with_plans(rows: list[Row], hardware: dict[str, list[str]]) -> dict[str, Any
     from fivefold.hardware.cluster import Cluster
     from fivefold.models.build import build_meta
     from fivefold.models.discover import facts_of
-    from fivefold.planner.estimate import Step, Workload
+    from fivefold.planner.estimate import PricedStep, Workload
     from fivefold.planner.price import PriceList
     from fivefold.planner.search import search
 
@@ -296,7 +296,7 @@ def with_plans(rows: list[Row], hardware: dict[str, list[str]]) -> dict[str, Any
 
     def planned(row: Row) -> float:
         layout = config_of(Path("model"), row["layout"], 1, Path("runs/none")).layout.resolve(len(NODES) * RANKS)
-        return mean(Step(listed, layout, workload).seconds for listed in prices[str(row["rate"])])
+        return mean(PricedStep(listed, layout, workload).seconds for listed in prices[str(row["rate"])])
 
     given = {"precision": "fp32"}  # as all rows are trained
     chosen = {rate: search(listed[0], workload, given=given).best[0] for rate, listed in prices.items()}

@@ -35,7 +35,7 @@ from fivefold.parallel.layout import Layout
 from fivefold.parallel.legality import violations
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
-from fivefold.planner.estimate import Step
+from fivefold.planner.estimate import PricedStep
 from fivefold.planner.price import PriceList
 from tests.planner.test_search import WORKLOAD, sample
 from tests.test_legality import a_case
@@ -99,14 +99,14 @@ def _said(found: Iterable[Violation]) -> str:
 def plans() -> Facts:
     """Of the layouts on which the planner is tested."""
     for number, (prices, layout) in enumerate(sample()):
-        step = Step(prices, layout, WORKLOAD)
+        step = PricedStep(prices, layout, WORKLOAD)
         for rank in sorted({0, layout.pp // 2, layout.pp - 1}):
             name = f"plan {number} {prices.cluster} {layout} stage {rank}"
             yield name, partial(plan_text, prices, step, layout, rank)
         yield f"estimate {number} {prices.cluster} {layout}", partial(_estimate, step)
 
 
-def plan_text(prices: PriceList, step: Step, layout: Layout, pp_rank: int) -> str:
+def plan_text(prices: PriceList, step: PricedStep, layout: Layout, pp_rank: int) -> str:
     """Collectives, bytes, shards and edits of a rank."""
     plan = lower(prices.facts, layout, pp_rank * (layout.world // layout.pp))
     shape = plan.step_shape(layout.micro_batch_size, layout.padded(WORKLOAD.seq_length), step.micro_batches)
@@ -121,7 +121,7 @@ def plan_text(prices: PriceList, step: Step, layout: Layout, pp_rank: int) -> st
     return "\n".join(parts)
 
 
-def _estimate(step: Step) -> str:
+def _estimate(step: PricedStep) -> str:
     return str(step.estimate())
 
 

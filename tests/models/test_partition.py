@@ -31,7 +31,7 @@ from fivefold.models.build import build_meta, without_dropout
 from fivefold.models.discover import facts_of, trace
 from fivefold.models.forwards import check_rows
 from fivefold.models.partition import FeatureGroup, Partition, by_features, derive, pairs_of
-from fivefold.models.record import RESIDUAL, BlockTrace, Event, MixesTokens, Untraceable
+from fivefold.models.record import RESIDUAL, BlockTrace, MixesTokens, ModuleCall, Untraceable
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from tests.families import TINY
@@ -428,10 +428,10 @@ def test_a_projection_is_no_column_unless_it_reads_the_residual_alone(sources, s
     sources = frozenset(RESIDUAL if each == "RESIDUAL" else each for each in sources)
     hidden, wide = torch.zeros(1, 3, 4), torch.zeros(1, 3, 6)
     events = [
-        Event("linear", "up", (hidden,), wide, frozenset([RESIDUAL])),
-        Event("linear", "down", (wide,), hidden, frozenset(["up"])),
-        Event("linear", "extra", (hidden,), wide, sources),
-        Event("linear", "back", (wide,), hidden, frozenset(["extra"])),
+        ModuleCall("linear", "up", (hidden,), wide, frozenset([RESIDUAL])),
+        ModuleCall("linear", "down", (wide,), hidden, frozenset(["up"])),
+        ModuleCall("linear", "extra", (hidden,), wide, sources),
+        ModuleCall("linear", "back", (wide,), hidden, frozenset(["extra"])),
     ]
     with pytest.raises(Untraceable, match=said):
         pairs_of(BlockTrace("layer", {RESIDUAL: hidden}, events))
@@ -444,7 +444,9 @@ def test_features_that_a_relu_shuts_are_no_reason_to_refuse():
     values = torch.rand(1, 5, 12) + 0.1
     values[..., [0, 1, 6, 11]] *= -1
     leaf = values.requires_grad_()
-    block = BlockTrace("layer", {"up": leaf}, [Event("linear", "down", (leaf.relu() * 2,), None, frozenset(["up"]))])
+    block = BlockTrace(
+        "layer", {"up": leaf}, [ModuleCall("linear", "down", (leaf.relu() * 2,), None, frozenset(["up"]))]
+    )
     assert by_features(block, "down", ["up"]) == {
         "down": (FeatureGroup(0, 12, "even"),),
         "up": (FeatureGroup(0, 12, "even"),),

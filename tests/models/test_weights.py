@@ -366,7 +366,7 @@ def test_an_index_that_is_none(tmp_path, text):
 def test_a_region_of_experts_that_lie_apart_in_the_files() -> None:
     names = [(expert, part) for expert in range(12) for part in range(2)]
     files = {f"{expert}.{part}": torch.randn(3, 5) for expert, part in names}
-    pieces = [("w", merged.Piece(f"{expert}.{part}", expert, part, 2)) for expert, part in sorted(names, key=str)]
+    pieces = [("w", merged.ExpertPiece(f"{expert}.{part}", expert, part, 2)) for expert, part in sorted(names, key=str)]
     (own,) = merged.merged(pieces).values()
     shapes = {name: (3, 5) for name in files}
     assert merged.shape_of(own, shapes) == (12, 6, 5)

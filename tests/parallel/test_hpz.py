@@ -16,7 +16,7 @@ from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.planner.estimate import Step, Workload
+from fivefold.planner.estimate import PricedStep, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import resting_bytes
 from tests.parity import Case, on_rank
@@ -106,7 +106,7 @@ def test_a_plan_has_its_time_and_its_memory() -> None:
     cluster = Cluster.parse("2x8xH100")
     slow = replace(cluster.node, between=replace(cluster.node.between, gbs=2.0))
     priced = PriceList(facts, replace(cluster, node=slow))
-    plain, copied = (Step(priced, Layout.parse(text), work) for text in ("shard16", "shard16+hpz8"))
+    plain, copied = (PricedStep(priced, Layout.parse(text), work) for text in ("shard16", "shard16+hpz8"))
     assert 0.75 < copied.seconds / plain.seconds < 0.82
     moments = [
         resting_bytes(priced, step.shards, step.content, 3, waits=False, goes_on=False) for step in (plain, copied)

@@ -14,7 +14,7 @@ from fivefold.parallel.features import calls
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
-from fivefold.parallel.nodes.levels import Gather, Int8Wire, Part, Reduce, in_two_levels
+from fivefold.parallel.nodes.levels import Int8Wire, UnitGather, UnitReduce, WirePart, in_two_levels
 from fivefold.parallel.ranks import RankGrid
 from tests.pool import run_ranks
 from tests.rehearsal import Rehearsal, rehearse
@@ -34,7 +34,7 @@ def gathered_and_reduced(rank: int, world: int) -> tuple[list[float], list[float
     gets of the sums of its numbers."""
     node = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    gather, reduce = Gather(world, in_two_levels(node, across), None), Reduce(node, across, None)
+    gather, reduce = UnitGather(world, in_two_levels(node, across), None), UnitReduce(node, across, None)
     own, whole, near, part = (
         torch.tensor([10.0 * rank, 10.0 * rank + 1]),
         torch.zeros(8),
@@ -62,11 +62,11 @@ def with_rank() -> tuple[list[float], list[float], list[float]]:
 
 def summed_in_eight_bits() -> tuple[list[float], list[float]]:
     """What a rank gets of gradients in bf16, and the sum in fp32 of what both ranks send it."""
-    wire, rank, group = Int8Wire([Part(64, 16)]), dist.get_rank(), dist.group.WORLD
+    wire, rank, group = Int8Wire([WirePart(64, 16)]), dist.get_rank(), dist.group.WORLD
     own = torch.randn(2, 2, 64, generator=torch.Generator().manual_seed(6)).bfloat16()  # of a sender, for a shard
     found, parts = torch.empty(64, dtype=torch.bfloat16), torch.empty(2, 64)
     assert group is not None
-    Reduce(None, group, wire)(found, own[rank].flatten(), group, dist.ReduceOp.SUM)
+    UnitReduce(None, group, wire)(found, own[rank].flatten(), group, dist.ReduceOp.SUM)
     wire.decode(wire.encode(own[:, rank]), parts, torch.bfloat16)
     return found.tolist(), (parts[0] + parts[1]).bfloat16().tolist()
 

@@ -28,7 +28,7 @@ from fivefold.parallel.outer import spec
 from fivefold.parallel.outer.runtime import OuterSteps
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
-from fivefold.planner.estimate import Step, Workload
+from fivefold.planner.estimate import PricedStep, Workload
 from fivefold.planner.price import PriceList
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import build_optimizer
@@ -247,7 +247,8 @@ def test_a_plan_divides_an_outer_step_by_its_period_and_counts_what_replicas_kee
     slow = replace(cluster.node, between=replace(cluster.node.between, gbs=2.0, fraction=1.0))
     priced = PriceList(facts_of_config("llama-3.2-1b"), replace(cluster, node=slow))
     apart, at_once, summed_up = (
-        Step(priced, Layout.parse(f"dp2.shard8{words}"), Workload(512, 16)) for words in ("+outer50", "+outer1", "")
+        PricedStep(priced, Layout.parse(f"dp2.shard8{words}"), Workload(512, 16))
+        for words in ("+outer50", "+outer1", "")
     )
     assert at_once.edges.outer == pytest.approx(50 * apart.edges.outer) and summed_up.edges.outer == 0
     assert 1 < at_once.edges.outer / (4 * numbers / 2e9) < 1.1

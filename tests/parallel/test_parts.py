@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fivefold.core.errors import UserError
-from fivefold.parallel.parts import Part
+from fivefold.parallel.parts import PartOfTensor
 
 VALUES = torch.arange(1.0, 17.0).view(4, 4)
 
@@ -27,7 +27,7 @@ def four_ranks() -> Iterator[None]:
 
 def part(values: Tensor) -> Any:
     made = DTensor.from_local(values, init_device_mesh("cpu", (2, 2)), [Replicate(), Replicate()], run_check=False)
-    made.__class__ = Part
+    made.__class__ = PartOfTensor
     return made
 
 

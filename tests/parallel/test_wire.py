@@ -12,7 +12,7 @@ from fivefold.parallel.features import calls
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.nodes.by_hand import sent
-from fivefold.parallel.nodes.levels import Int8Wire, Part
+from fivefold.parallel.nodes.levels import Int8Wire, WirePart
 from tests.rehearsal import Rehearsal, rehearse
 from tests.tiers import put_off
 from tests.verification.cases import ProvedCase
@@ -26,7 +26,7 @@ def test_every_rank_gets_the_rounded_weights(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     first, vector, second = (torch.randn(*size, generator=generator).to(dtype) for size in ((6, 512), (10,), (4, 48)))
     first[0] = 0
-    wire = Int8Wire([Part(3 * 512, block_length(512)), Part(5, 0), Part(2 * 48, block_length(48))])
+    wire = Int8Wire([WirePart(3 * 512, block_length(512)), WirePart(5, 0), WirePart(2 * 48, block_length(48))])
     shards = [torch.cat([whole.chunk(2)[rank].flatten() for whole in (first, vector, second)]) for rank in range(2)]
     coded = wire.encode(torch.stack(shards))
     assert coded.shape == (2, 3 * 512 + 2 * 48 + max(4, dtype.itemsize) * (3 * 8 + 2 * 3) + 5 * dtype.itemsize)
@@ -50,7 +50,9 @@ def test_half_of_the_largest_is_no_tie(dtype: torch.dtype) -> None:
     half = torch.full((1, 16), 0.5, dtype=dtype)
     half[0, 0] = 1
     for each in (half, torch.nextafter(half, half.new_zeros(())), torch.nextafter(half, half.new_ones(()))):
-        Int8Wire([Part(16, 16)]).decode(Int8Wire([Part(16, 16)]).encode(each), found := torch.empty_like(each), dtype)
+        Int8Wire([WirePart(16, 16)]).decode(
+            Int8Wire([WirePart(16, 16)]).encode(each), found := torch.empty_like(each), dtype
+        )
         assert (found[0, 1:] > 0.5).all()
         torch.testing.assert_close(found, sent(each, dtype), rtol=0, atol=1e-6)
 

@@ -8,13 +8,13 @@ import numpy as np
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.fsdp.spec import Sends
 from fivefold.parallel.fsdp.unshards import Unshards, of_slots
-from fivefold.planner.estimate import Step
+from fivefold.planner.estimate import PricedStep
 from fivefold.planner.flow import schedule_plan
 from fivefold.planner.parts import Shard, UnitPrice
 from fivefold.planner.sums import sum_calls, tied_call
 
 
-def priced_calls(step: Step, rank: int) -> Iterator[Call]:
+def priced_calls(step: PricedStep, rank: int) -> Iterator[Call]:
     """Priced collectives of a pipeline rank, except those between pipeline ranks. These are the calls of its parts in
     all micro batches, those of its units as often as FSDP gathers and reduces them, and those once a step."""
     content, own = step.stages.contents[rank], tuple(np.flatnonzero(step.stages.ranks[rank]).tolist())
@@ -32,7 +32,7 @@ def priced_calls(step: Step, rank: int) -> Iterator[Call]:
     yield from step.price_list.world_calls
 
 
-def _counted(step: Step, unit: UnitPrice, times: Unshards, count: int) -> Iterator[Call]:
+def _counted(step: PricedStep, unit: UnitPrice, times: Unshards, count: int) -> Iterator[Call]:
     """Collectives of `count` identical units in a step."""
     counts: dict[Sends, int] = {
         "gather": times.forward + times.backward,
@@ -44,7 +44,7 @@ def _counted(step: Step, unit: UnitPrice, times: Unshards, count: int) -> Iterat
         yield from (replace(call, times=counts[what] * count) for call in calls if counts[what])
 
 
-def _unshards(step: Step, rank: int, own: Sequence[int]) -> dict[str, Unshards]:
+def _unshards(step: PricedStep, rank: int, own: Sequence[int]) -> dict[str, Unshards]:
     """Unshards of a unit of each stage of a rank, and of the model's own unit, used by the stages at the ends."""
     content = step.stages.contents[rank]
     ends = {own[0]} if content.has_embedding and step.shards.tied else set[int]()

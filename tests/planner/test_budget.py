@@ -14,7 +14,7 @@ from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.recompute.budget import within_budget
-from fivefold.planner.estimate import TIGHT, Step, Workload
+from fivefold.planner.estimate import TIGHT, PricedStep, Workload
 from fivefold.planner.explain import budgeted, cures
 from fivefold.planner.of_run import chosen
 from fivefold.planner.plan import planned
@@ -22,10 +22,10 @@ from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import MATMULS, OUTSIDE
 
 
-def step(model: str, cluster: str, layout: str, workload: Workload) -> Step:
+def step(model: str, cluster: str, layout: str, workload: Workload) -> PricedStep:
     found = Cluster.parse(cluster)
     of = PriceList(facts_of_config(model), found)
-    return Step(of, Layout.parse(layout).resolve(found.world), workload)
+    return PricedStep(of, Layout.parse(layout).resolve(found.world), workload)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from fivefold.core.errors import UserError
 from fivefold.parallel.layout import Layout
-from fivefold.planner.estimate import TIGHT, Step, Workload
+from fivefold.planner.estimate import TIGHT, PricedStep, Workload
 from fivefold.planner.explain import STEP, cost_per_million_tokens, fewest_devices, leanest, longest_sequence
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import search
@@ -25,7 +25,7 @@ def test_the_longest_sequence_of_a_layout_fits_and_a_longer_one_does_not(small: 
     found = longest_sequence(small, WORKLOAD, layout)
     assert found.layout == layout and found.verdict == "fits" and found.workload.seq_length % STEP == 0
     rows = found.workload.global_batch_size
-    longer = Step(small, layout, Workload(found.workload.seq_length + STEP, rows))
+    longer = PricedStep(small, layout, Workload(found.workload.seq_length + STEP, rows))
     assert longer.needs > memory * TIGHT
 
 
@@ -53,7 +53,7 @@ def test_the_fewest_devices_fit_and_half_of_them_do_not() -> None:
     workload = Workload(65536, 16)
     for family in ("llama", "mixtral"):
         alone = with_memory(prices(family, "1xH100"), gib=80)
-        gib = 0.6 * min(Step(alone, each, workload).needs for each in leanest(alone, workload.seq_length)) / 2**30
+        gib = 0.6 * min(PricedStep(alone, each, workload).needs for each in leanest(alone, workload.seq_length)) / 2**30
         found = fewest_devices(with_memory(prices(family, "2x4xH100"), gib=gib), workload)
         assert found.fits and found.layout.world in (4, 8)
         half = with_memory(prices(family, f"{found.layout.world // 2}xH100"), gib=gib)

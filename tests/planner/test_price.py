@@ -10,7 +10,7 @@ from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.layout import Layout
-from fivefold.planner.estimate import Estimate, Item, Step, Workload, estimate_layout
+from fivefold.planner.estimate import Estimate, Item, PricedStep, Workload, estimate_layout
 from fivefold.planner.parts import ITEMS, LayerPrice, Prices
 from fivefold.planner.price import PriceList, work_layout
 from fivefold.planner.rank_memory import BUFFERS, matmul_bytes, runtime_bytes
@@ -107,10 +107,10 @@ def test_gloo_holds_copies_of_what_fsdp_sends(layout: str, layers: float) -> Non
     facts, work = facts_of_config("llama-3.2-1b"), Workload(256, 8)
     numbers = facts.size - facts.only(facts.anatomy.layers[1:]).size
     price_list = PriceList(facts, Cluster.parse("2xcpu"))
-    items = Step(price_list, Layout.parse(f"{layout}+fp32"), work).fullest[1]
+    items = PricedStep(price_list, Layout.parse(f"{layout}+fp32"), work).fullest[1]
     assert items.get(BUFFERS, 0) == pytest.approx(4 * layers * numbers, rel=1e-3)
     gpus = PriceList(facts, Cluster.parse("2xH100"))
-    assert BUFFERS not in Step(gpus, Layout.parse(layout), work).fullest[1]
+    assert BUFFERS not in PricedStep(gpus, Layout.parse(layout), work).fullest[1]
 
 
 def test_processes_that_share_cores_take_as_long_as_all_their_work() -> None:
@@ -172,7 +172,7 @@ def test_what_is_coded_and_put_in_order_moves_through_memory() -> None:
             cluster = Cluster.parse("2x2xcpu")
             chip = replace(cluster.chip, memory_bandwidth_gbs=bandwidth, memory_fraction=1.0)
             price_list = PriceList(facts_of_config("llama-3.1-8b"), replace(cluster, chip=chip))
-            (unit,) = Step(price_list, Layout.parse(layout), Workload(TOKENS, 4)).shards.layers[0].units
+            (unit,) = PricedStep(price_list, Layout.parse(layout), Workload(TOKENS, 4)).shards.layers[0].units
             found.append(float(getattr(unit, what)))
         return (found[1] - found[0]) * 1e9
 

@@ -20,7 +20,7 @@ from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.planner.bounds import Bounding
-from fivefold.planner.estimate import TIGHT, Step, Workload
+from fivefold.planner.estimate import TIGHT, PricedStep, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import MATMULS, OUTSIDE
 from fivefold.planner.search import ALIKE, NEAR, search, simplicity
@@ -47,8 +47,8 @@ def sample() -> list[tuple[PriceList, Layout]]:
 # ---- the same as the plan that runs ----------------------------------------------------------------------------------
 
 
-def plan_and_step(price_list: PriceList, layout: Layout, pp_rank: int) -> tuple[Step, ParallelPlan, StepShape]:
-    step = Step(price_list, layout, WORKLOAD)
+def plan_and_step(price_list: PriceList, layout: Layout, pp_rank: int) -> tuple[PricedStep, ParallelPlan, StepShape]:
+    step = PricedStep(price_list, layout, WORKLOAD)
     plan = lower(price_list.facts, layout, pp_rank * (layout.world // layout.pp))
     shape = plan.step_shape(layout.micro_batch_size, layout.padded(WORKLOAD.seq_length), step.micro_batches)
     return step, plan, replace(shape, compiled=price_list.traits.compiled)
@@ -71,7 +71,7 @@ def test_memory_is_that_of_the_plan(every: int) -> None:
 def test_collectives_are_those_of_the_plan(every: int) -> None:
     """(axis, kind, times, bytes) of the busiest rank's step."""
     for price_list, layout in sample()[every // 2 :: every]:
-        step = Step(price_list, layout, WORKLOAD)
+        step = PricedStep(price_list, layout, WORKLOAD)
         _, plan, shape = plan_and_step(price_list, layout, step.busiest)
         planned = [call for call in calls(plan, shape) if call.axis != "pp"]
         sent = {call.bytes for call in calls(plan, shape) if call.axis == "pp"}
@@ -136,7 +136,7 @@ def test_a_network_sends_no_faster_where_devices_share_cores(cluster: str, facto
         node = replace(there.node, cores=there.devices_per_node // crowding)
         crowded = price_list.repriced(replace(there, node=node))
         assert crowded.cluster.crowding == crowding
-        transfers.append(Step(crowded, Layout.parse("pp2.dp2"), WORKLOAD).transfer)
+        transfers.append(PricedStep(crowded, Layout.parse("pp2.dp2"), WORKLOAD).transfer)
     assert transfers[1] == pytest.approx(factor * transfers[0])
 
 
@@ -158,7 +158,7 @@ def test_bounds_are_sound(family: str, cluster: str) -> None:
         bounds = bounding.of(some)
         for number in range(len(some)):
             layout = space.layout(some, number)
-            step = Step(price_list, layout, WORKLOAD)
+            step = PricedStep(price_list, layout, WORKLOAD)
             estimate = step.estimate()
             assert bounds.needs[number] == pytest.approx(estimate.reserved, rel=1e-12)
             assert bounds.at_least[number] <= estimate.step_seconds * (1 + ROUNDING), str(layout)
@@ -173,10 +173,10 @@ def test_one_process_copies_its_parameters_once_a_step_under_every_zero_stage() 
     """In estimates and in bounds; a CPU has nothing that hides the time of it."""
     price_list = prices("llama", "1xcpu")
     layouts_of_one = [Layout.parse(f"single{zero}") for zero in ("", "+zero1", "+zero2")]
-    assert len({Step(price_list, each, WORKLOAD).estimate().step_seconds for each in layouts_of_one}) == 1
+    assert len({PricedStep(price_list, each, WORKLOAD).estimate().step_seconds for each in layouts_of_one}) == 1
     space = Space(price_list, WORKLOAD)
     for rows in space.rows:
-        every = [Step(price_list, space.layout(rows, number), WORKLOAD).estimate() for number in range(len(rows))]
+        every = [PricedStep(price_list, space.layout(rows, number), WORKLOAD).estimate() for number in range(len(rows))]
         found = Bounding(space).of(rows).at_least
         assert found.tolist() == pytest.approx([each.step_seconds for each in every], rel=1e-9)
 
@@ -206,7 +206,7 @@ for _ in range(6):
 def test_the_best_are_those_of_an_exhaustive_search(family: str, cluster: str, layers: int, batch: int) -> None:
     price_list, workload = prices(family, cluster, layers), Workload(1024, batch)
     memory = price_list.cluster.chip.memory_bytes
-    every = [Step(price_list, layout, workload).estimate() for layout in layouts(Space(price_list, workload))]
+    every = [PricedStep(price_list, layout, workload).estimate() for layout in layouts(Space(price_list, workload))]
     by_degrees: dict[tuple[int, ...], list[tuple[float, Layout]]] = {}
     for each in every:
         if each.reserved <= memory * TIGHT:

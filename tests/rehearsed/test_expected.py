@@ -14,12 +14,12 @@ from fivefold.planner.estimate import Estimate, Workload
 from fivefold.planner.plan import estimate
 from fivefold.rehearsal.launch import _planned
 from fivefold.rehearsal.report import ExpectedStep, Rehearsal, ms, or_why
-from fivefold.rehearsal.request import OutOfMemory, Phase, Seen, Sent
+from fivefold.rehearsal.request import OutOfMemory, Phase, Seen, SentOverAxis
 from fivefold.report.findings import to_html
 
 CLUSTER, LAUNCH = Cluster.parse("8xH100"), 7e-6  # seconds of one launch, of the file of H100
 PLANNED = estimate("llama-3.2-1b", CLUSTER, Workload(8192, 16), "shard4.tp2")
-SENT = (Sent("tp", "all_gather", 10, 64, 10, 64, 8), Sent("tp", "reduce_scatter", 5, 64, 5, 64, 1))
+SENT = (SentOverAxis("tp", "all_gather", 10, 64, 10, 64, 8), SentOverAxis("tp", "reduce_scatter", 5, 64, 5, 64, 1))
 
 
 def seen(launches: int | None, syncs: int | None = 0, *, rank: int = 0, name: str = "step 2") -> Seen:

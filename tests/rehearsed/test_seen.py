@@ -16,14 +16,23 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.layout import Layout
 from fivefold.rehearsal.launch import kinds
 from fivefold.rehearsal.report import TIGHT, Rehearsal
-from fivefold.rehearsal.request import Item, OutOfMemory, Phase, Recompile, RehearsalRequest, Seen, Sent, Sync
+from fivefold.rehearsal.request import (
+    MemoryItem,
+    OutOfMemory,
+    Phase,
+    Recompile,
+    RehearsalRequest,
+    Seen,
+    SentOverAxis,
+    Sync,
+)
 from fivefold.rehearsal.stand_in import Lack
-from fivefold.rehearsal.stream_order import COLLECTIVE, KINDS, LAUNCH, RECORD, WAIT, Entry, Group, issued
-from fivefold.rehearsal.watch import Running, Watch, items, line_of, made_by, peak_of
+from fivefold.rehearsal.stream_order import COLLECTIVE, KINDS, LAUNCH, RECORD, WAIT, Communicator, Entry, issued
+from fivefold.rehearsal.watch import RankWatch, Running, items, line_of, made_by, peak_of
 from fivefold.report.findings import to_html
 from fivefold.training.memory import asked_bytes
 
-GIB, GROUPS = 2**30, {7: Group("tp", 4), 8: Group("cp", 1), 9: Group("ep", 2)}
+GIB, GROUPS = 2**30, {7: Communicator("tp", 4), 8: Communicator("cp", 1), 9: Communicator("ep", 2)}
 COMPUTE, OTHER = 0, 5  # streams
 
 
@@ -108,7 +117,7 @@ def test_kernels_after_what_the_other_stream_has_waited_for_hide_its_collective(
 
 def test_calls_given_as_one_are_told_apart_by_their_communicators() -> None:
     both = [collective(kind, of=of, group=3) for of in (7, 9) for kind in ("send", "recv") * 2]
-    found = issued(both, {7: Group("tp", 2), 9: Group("ep", 2)})
+    found = issued(both, {7: Communicator("tp", 2), 9: Communicator("ep", 2)})
     assert [(each.axis, each.kind, each.bytes) for each in found] == [
         ("tp", "all_to_all", 200),
         ("ep", "all_to_all", 200),
@@ -160,8 +169,8 @@ def test_tensors_alike_are_told_together() -> None:
     running = Running([0, 2, 3], ["layers.0", "layers.1", ""])
     found = items(peak_of(history, 0, 9).live, running, {3: "layers.5.weight"})
     assert found == (
-        Item("modeling_llama.py:7 forward", "layers.*", 2, 16),
-        Item("parameters", "layers.*.weight", 1, 8),
+        MemoryItem("modeling_llama.py:7 forward", "layers.*", 2, 16),
+        MemoryItem("parameters", "layers.*.weight", 1, 8),
     )
 
 
@@ -188,7 +197,7 @@ def test_who_made_an_allocation(frame: tuple[str, int, str], says: str) -> None:
 
 
 def phase(name: str, reserved: int) -> Phase:
-    rows = (Item("parameters", "layers.*", 4, GIB), Item("a compiled block", "layers.*", 2, GIB // 2))
+    rows = (MemoryItem("parameters", "layers.*", 4, GIB), MemoryItem("a compiled block", "layers.*", 2, GIB // 2))
     return Phase(
         name=name, allocated=reserved - 1, reserved=reserved, after=GIB, launches=9, syncs=2, compiles=1, seconds=0.5,
         items=rows,
@@ -200,7 +209,7 @@ SEEN = Seen(
     coordinates={"tp": 3},
     phases=(phase("build", 2 * GIB), phase("step 1", 30 * GIB), phase("step 2", 40 * GIB)),
     syncs=(Sync("step 2", "fivefold/training/step.py:56 train_step", 2),),
-    sent=(Sent("tp", "all_gather", 8, 64, 8, 64, 8), Sent("ep", "all_to_all", 2, 10, 2, 12, 1)),
+    sent=(SentOverAxis("tp", "all_gather", 8, 64, 8, 64, 8), SentOverAxis("ep", "all_to_all", 2, 10, 2, 12, 1)),
     recompiles=(Recompile("f", "0/0: grad mode", 1),),
     communicators=2,
 )
@@ -212,7 +221,7 @@ def rehearsal(seen: Seen = SEEN, *, lacks: tuple[Lack, ...] = ()) -> Rehearsal:
 
 
 def test_what_was_seen_travels_as_json() -> None:
-    short = OutOfMemory("step 1", 5, "f", 7, 9, (Item("parameters", "x", 1, 4),))
+    short = OutOfMemory("step 1", 5, "f", 7, 9, (MemoryItem("parameters", "x", 1, 4),))
     for each in (SEEN, replace(SEEN, out_of_memory=short)):
         assert TypeAdapter(Seen).validate_json(json.dumps(asdict(each))) == each
 
@@ -253,7 +262,7 @@ def test_host_syncs_are_those_of_the_last_step_the_evaluation_and_the_save() -> 
 
 @pytest.mark.parametrize(("kind", "is_ok"), [("all_gather", False), ("all_to_all", True)])
 def test_bytes_are_those_that_are_declared_but_for_an_exchange(kind: str, is_ok: bool) -> None:
-    assert replace(SEEN, sent=(Sent("tp", kind, 8, 65, 8, 64, 8),)).ok is is_ok
+    assert replace(SEEN, sent=(SentOverAxis("tp", kind, 8, 65, 8, 64, 8),)).ok is is_ok
 
 
 # ---- what is watched -------------------------------------------------------------------------------------------------
@@ -270,7 +279,7 @@ def test_what_an_error_says_was_asked_for(message: str, asked: int) -> None:
 
 def test_of_a_phase_that_comes_again_the_last_time_counts() -> None:
     request = RehearsalRequest(config="", folder="", rank=0, world=1, local_size=1, steps=2, is_full=False)
-    watch = Watch.of(request)
+    watch = RankWatch.of(request)
     for waits in (5, 2):
         for name in ("step 1", "evaluation"):
             with watch.phase(name):
@@ -301,7 +310,7 @@ def test_the_line_that_waits_is_that_of_the_library_before_others() -> None:
     [
         (replace(SEEN, failed="it broke"), "rank 3 stopped: it broke"),
         (
-            replace(SEEN, sent=(Sent("tp", "all_gather", 9, 64, 8, 64, 8),)),
+            replace(SEEN, sent=(SentOverAxis("tp", "all_gather", 9, 64, 8, 64, 8),)),
             "otherwise than its plan declares: tp",
         ),
         (
@@ -370,7 +379,7 @@ def test_a_rank_of_each_kind(layout: str, ranks: list[int]) -> None:
 def test_more_and_fewer_collectives_than_declared_are_told(
     kind: str, count: int, bytes: int, is_declared: bool
 ) -> None:
-    seen = Seen(rank=1, sent=(Sent("tp", kind, count, bytes, 3, 64),))
+    seen = Seen(rank=1, sent=(SentOverAxis("tp", kind, count, bytes, 3, 64),))
     told = Rehearsal("llama", "tp2", Cluster.parse("8xH100"), 2, (Seen(rank=0), seen))
     assert (seen.ok, told.ok, not seen.undeclared) == (is_declared,) * 3
     assert ("rank 1 sends otherwise than its plan declares" in told.verdict) is not is_declared

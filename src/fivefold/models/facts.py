@@ -274,7 +274,7 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
-class Packing:
+class BlockFormat:
     """Format of a weight at rest: `block` numbers of a row are `size` bytes, which stay together."""
 
     block: int
@@ -290,7 +290,7 @@ class Parameter:
 
     shape: tuple[int, ...]
     is_trained: bool = True
-    packing: Packing | None = None
+    packing: BlockFormat | None = None
 
     @property
     def size(self) -> int:

@@ -52,7 +52,7 @@ from transformers.utils import CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLAT
 from fivefold.core import strict_json
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.folder_config import read_folder_config
-from fivefold.models.merged import Piece, merged
+from fivefold.models.merged import ExpertPiece, merged
 from fivefold.torch_internals import Dispatch
 
 # Styles of a linear in the tensor parallel plans of `transformers` -> its role here.
@@ -370,7 +370,7 @@ def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
 
 def names_in_model(
     model: PreTrainedModel, stored: Collection[str]
-) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
+) -> tuple[dict[str, str], dict[str, tuple[ExpertPiece, ...]]]:
     """How `transformers` loads tensors whose names in a file differ from those in the model: ({`stored` name: name in
     the model} for renamed tensors, as in older classes and in base models, which lack the prefix; {name in the model:
     its pieces} for merged ones, expert by expert). All other conversions are left out."""
@@ -393,7 +393,7 @@ def names_in_model(
         if pattern is None and own not in stored and own not in renamed.values():
             renamed[name] = own
         if pattern in patterns and (number := re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)):
-            pieces.append((own, Piece(name, int(number[1]), *patterns[pattern])))
+            pieces.append((own, ExpertPiece(name, int(number[1]), *patterns[pattern])))
     return renamed, merged(pieces)
 
 
@@ -404,7 +404,7 @@ def _merges(converter: WeightConverter) -> bool:
     return kinds == [(MergeModulelist, 0), *([(Concatenate, 1)] if several else [])]
 
 
-def saved_as(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
+def saved_as(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, tuple[ExpertPiece, ...]]]:
     """({name in the model: the name under which `transformers` saves it}, {name in the model: the pieces that
     `transformers` saves in its place})."""
     tensors = model.state_dict()

@@ -17,7 +17,7 @@ Read = Callable[[str, Region], Tensor]  # a tensor of a file by its name there, 
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExpertPiece:
     """A tensor [R, ...] of a file: expert `expert`, rows [part * R, (part + 1) * R) of `parts` * R."""
 
     stored: str
@@ -26,26 +26,26 @@ class Piece:
     parts: int
 
 
-Pieces = Mapping[str, tuple[Piece, ...]]  # name in the model -> its pieces, by expert and part
+Pieces = Mapping[str, tuple[ExpertPiece, ...]]  # name in the model -> its pieces, by expert and part
 
 
-def merged(found: Sequence[tuple[str, Piece]]) -> dict[str, tuple[Piece, ...]]:
+def merged(found: Sequence[tuple[str, ExpertPiece]]) -> dict[str, tuple[ExpertPiece, ...]]:
     """Pieces by the model's name, in order; incomplete sets (not experts 0 to E - 1, each part once) are left out."""
-    by_name: dict[str, list[Piece]] = {}
+    by_name: dict[str, list[ExpertPiece]] = {}
     for name, piece in found:
         by_name.setdefault(name, []).append(piece)
     ordered = {name: sorted(pieces, key=lambda piece: (piece.expert, piece.part)) for name, pieces in by_name.items()}
     return {name: tuple(pieces) for name, pieces in ordered.items() if _is_full(pieces)}
 
 
-def _is_full(pieces: Sequence[Piece]) -> bool:
+def _is_full(pieces: Sequence[ExpertPiece]) -> bool:
     parts = pieces[0].parts
     return [(piece.expert, piece.part) for piece in pieces] == [divmod(at, parts) for at in range(len(pieces))] and (
         len(pieces) % parts == 0
     )
 
 
-def shape_of(pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+def shape_of(pieces: Sequence[ExpertPiece], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
     """The merged shape, from the shapes in the files; None if those differ."""
     different = {shapes[piece.stored] for piece in pieces}
     if len(different) != 1 or not (one := different.pop()):
@@ -53,7 +53,7 @@ def shape_of(pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]]) -> 
     return (len(pieces) // pieces[0].parts, pieces[0].parts * one[0], *one[1:])
 
 
-def read(pieces: Sequence[Piece], rows: int, region: Region, stored: Read) -> Tensor:
+def read(pieces: Sequence[ExpertPiece], rows: int, region: Region, stored: Read) -> Tensor:
     """Read a region of the merged tensor. `rows`: the rows of one piece."""
     experts, inner, *rest = region
     parts = pieces[0].parts
@@ -69,7 +69,7 @@ def read(pieces: Sequence[Piece], rows: int, region: Region, stored: Read) -> Te
     return torch.stack(whole)
 
 
-def split(pieces: Sequence[Piece], tensor: Tensor) -> dict[str, Tensor]:
+def split(pieces: Sequence[ExpertPiece], tensor: Tensor) -> dict[str, Tensor]:
     """Split a merged tensor into the tensors of its files: name there -> tensor."""
     rows = tensor.shape[1] // pieces[0].parts
     return {

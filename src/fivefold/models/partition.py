@@ -18,7 +18,7 @@ from fivefold.core.text import any_layer
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.facts import FeatureGroup, FeatureGroups, Owner, Partition, Role, RoleKind, TPBlock, TPInput
-from fivefold.models.record import RESIDUAL, BlockTrace, Event, Trace, Untraceable, depends, gradients
+from fivefold.models.record import RESIDUAL, BlockTrace, ModuleCall, Trace, Untraceable, depends, gradients
 
 NEARBY = 64  # features tried until one depends on a column at all
 
@@ -82,14 +82,14 @@ def pairs_of(block: BlockTrace) -> list[Pair]:
     ]
 
 
-def _is_hidden(event: Event, block: BlockTrace) -> bool:
+def _is_hidden(event: ModuleCall, block: BlockTrace) -> bool:
     return event.leaf is not None and event.leaf.shape[-1] == block.leaves[RESIDUAL].shape[-1]
 
 
 # ---- groups of features ----------------------------------------------------------------------------------------------
 
 
-def by_heads(block: BlockTrace, row: str, columns: Sequence[str], called: Event) -> dict[str, FeatureGroups]:
+def by_heads(block: BlockTrace, row: str, columns: Sequence[str], called: ModuleCall) -> dict[str, FeatureGroups]:
     """Feature groups of an attention: every feature belongs to a query head or to a key/value head."""
     query, key, value = called.inputs
     leaves = [block.leaves[name] for name in columns]
@@ -378,7 +378,7 @@ class _Derivation:
         entries = tuple(map(TPInput, _by_input(block, pair.entered)))
         return TPBlock(owner, columns, row, entries, heads, is_last, shared)
 
-    def _small(self, event: Event, block: BlockTrace, rows: set[str], roles: Mapping[str, Role]) -> Role:
+    def _small(self, event: ModuleCall, block: BlockTrace, rows: set[str], roles: Mapping[str, Role]) -> Role:
         """The role of a module with few parameters, such as a norm."""
         on_residual = RESIDUAL in event.sources or bool(event.sources & rows)
         if not on_residual:
@@ -397,7 +397,7 @@ class _Derivation:
             return Role("local", "acts on the gathered residual, before a projection")
         return Role("norm", "acts on the residual")
 
-    def _groups_of_input(self, event: Event, roles: Mapping[str, Role]) -> FeatureGroups:
+    def _groups_of_input(self, event: ModuleCall, roles: Mapping[str, Role]) -> FeatureGroups:
         """How ranks share the features that a wide module reads: those of one projection, or the row's inputs."""
         sources = {name.removesuffix(" (attention)") for name in event.sources}
         if len(event.sources) == 1 and (role := roles.get(f"{next(iter(event.sources))}.weight")):
@@ -415,7 +415,7 @@ def _by_input(block: BlockTrace, names: Sequence[str]) -> Iterable[tuple[str, ..
     return map(tuple, found.values())
 
 
-def _heads(called: Event) -> tuple[int, int]:
+def _heads(called: ModuleCall) -> tuple[int, int]:
     query, key, _ = called.inputs
     return query.shape[1], key.shape[1]
 

@@ -33,7 +33,7 @@ class MixesTokens(Untraceable):
 
 
 @dataclass(eq=False)
-class Event:
+class ModuleCall:
     """One call: the inputs and output of a module, and the names of the leaves that its input depends on.
 
     `small`: a module with few parameters of its own, such as a norm. `wide`: a small module that sees all features of a
@@ -83,7 +83,7 @@ class BlockTrace:
 
     layer: str
     leaves: dict[str, Tensor] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    events: list[ModuleCall] = field(default_factory=list)
     tokens: Tensor = field(default_factory=lambda: torch.arange(0))
     convolution: str | None = None
     rows: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class BlockTrace:
         ))  # fmt: skip
         return [*plain, *(self.outputs[memory] for memory in self.outputs if memory in needed - self.read)]
 
-    def linear(self, name: str) -> Event:
+    def linear(self, name: str) -> ModuleCall:
         return next(event for event in self.events if event.kind == "linear" and event.name == name)
 
     def add(self, name: str, leaf: Tensor, read: Tensor) -> None:
@@ -229,7 +229,7 @@ class Trace:
         ]
 
 
-def _router(block: BlockTrace, experts: Event) -> str:
+def _router(block: BlockTrace, experts: ModuleCall) -> str:
     """The router of an experts module: the last small module or linear with the same parent that ran before it."""
     parent = experts.name.rpartition(".")[0] + "."
     before = block.events[: block.events.index(experts)]

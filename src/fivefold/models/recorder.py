@@ -25,7 +25,7 @@ from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.attention import Mask, MaskFunction
 from fivefold.models.facts import DropoutKind, DropoutSite
 from fivefold.models.recipe import buffer_values
-from fivefold.models.record import RESIDUAL, BlockTrace, Event, Kept, Kind, MixesTokens, Trace, Untraceable
+from fivefold.models.record import RESIDUAL, BlockTrace, Kept, Kind, MixesTokens, ModuleCall, Trace, Untraceable
 from fivefold.ops.dropout import CallsServed
 from fivefold.torch_internals import Dispatch
 
@@ -298,7 +298,7 @@ class Recorder:
             return plain(*args, **kwargs)
         if self.dtype != torch.bfloat16:  # counted separately: saved for the gradient of its weights
             self._save(x, name, id(module) * 2 + 1)
-        event = Event("small", name, (x,), None, self._block.sources(x))
+        event = ModuleCall("small", name, (x,), None, self._block.sources(x))
         self._block.events.append(event)
         sizes = {parameter.numel() for parameter in module.parameters()}
         event.wide = x.ndim == 3 and sizes == {x.shape[-1]} and not self._reads_residual(self._block, event)
@@ -360,7 +360,7 @@ class Recorder:
             self._block.read.add(_memory(kept))
         leaf_name = f"{name} (attention)" if kind == "attention" else name
         self._block.add(leaf_name, leaf, inputs[0])
-        self._block.events.append(Event(kind, name, inputs, leaf, sources, parameters=parameters))
+        self._block.events.append(ModuleCall(kind, name, inputs, leaf, sources, parameters=parameters))
         return self._given_out(name, leaf)
 
     def _given_out(self, name: str, leaf: Tensor) -> Tensor:
@@ -372,7 +372,7 @@ class Recorder:
         self._alive.append(out.detach())
         return out
 
-    def _reads_residual(self, block: BlockTrace, event: Event) -> bool:
+    def _reads_residual(self, block: BlockTrace, event: ModuleCall) -> bool:
         """True if its input is as wide as the residual stream for a reason: the stream, or a projection back to it."""
         back = {name for name in event.sources if name != RESIDUAL and block.leaves[name].shape[-1] == self.hidden}
         rows = {event.name for event in block.events if event.kind == "linear" and RESIDUAL not in event.sources}

@@ -15,7 +15,7 @@ from fivefold.core.errors import UserError
 from fivefold.own_loop.batches import refusal
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.offload.runtime import WALKING
-from fivefold.parallel.parts import Part, paused
+from fivefold.parallel.parts import PartOfTensor, paused
 from fivefold.torch_internals import first_after_step
 from fivefold.training.optimizers.trial import check_runs, check_update
 
@@ -57,7 +57,7 @@ def _before_hooks(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _begin(spread: Sequence[Tensor], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    Part.steps += 1
+    PartOfTensor.steps += 1
 
     def outside(given: Any) -> Any:
         return paused(spread)(given) if callable(given) else given
@@ -66,7 +66,7 @@ def _begin(spread: Sequence[Tensor], _: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _end(*_: Any) -> None:
-    Part.steps = max(Part.steps - 1, 0)
+    PartOfTensor.steps = max(PartOfTensor.steps - 1, 0)
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:

@@ -1,9 +1,9 @@
 """Parts of parameters and gradients in the hands of a user: what is computed of them is right, or refused.
 
-A rank's part of a tensor is a `Part`, and so is everything computed from it. One rule holds under every layout: a part
-may be computed with place by place (`keeps_places`), which gives the part of the result. Everything else, such as a
-norm, a slice, a random number or a number for the host, would be of this part alone, and is refused. Every operator of
-a call is looked at below `torch.nn.functional`, so that the norm inside of `F.normalize` is seen.
+A rank's part of a tensor is a `PartOfTensor`, and so is everything computed from it. One rule holds under every layout:
+a part may be computed with place by place (`keeps_places`), which gives the part of the result. Everything else, such
+as a norm, a slice, a random number or a number for the host, would be of this part alone, and is refused. Every
+operator of a call is looked at below `torch.nn.functional`, so that the norm inside of `F.normalize` is seen.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ from fivefold.torch_internals import Dispatch, of_one
 _HOST = ("tolist", "numpy", "__array__")  # they read numbers without an operator
 
 
-class Part(DTensor):
+class PartOfTensor(DTensor):
     """A rank's part of a parameter, a gradient, or a tensor computed from one. `.to_local()` is an ordinary tensor."""
 
     steps = 0  # steps of optimizers that are under way, which have been tried before
@@ -32,7 +32,7 @@ class Part(DTensor):
         name = getattr(func, "__name__", "")
         if name in _HOST:
             raise _refusal(name)
-        watched = nullcontext() if Part.steps else Dispatch(partial(_watched, name))
+        watched = nullcontext() if PartOfTensor.steps else Dispatch(partial(_watched, name))
         try:
             with watched:
                 out = nn.Parameter.__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ class Part(DTensor):
             raise _refusal(name, first_line(error)) from error
         for tensor in tree_leaves(out):
             if type(tensor) is DTensor:
-                tensor.__class__ = Part
+                tensor.__class__ = PartOfTensor
         return out
 
     def full_tensor(self, **_: Any) -> Tensor:
@@ -74,7 +74,7 @@ class AssembledParameter(DTensor):
         return memo[id(self)]
 
 
-class PartOfParameter(AssembledParameter, Part):
+class PartOfParameter(AssembledParameter, PartOfTensor):
     """A parameter of which this rank has a part."""
 
 
@@ -101,18 +101,18 @@ def _refusal(name: str, why: str = "it would be of this part alone, and clipping
 @contextmanager
 def paused(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Refuse again while an optimizer calls a function of its user. If that raises, the step is over."""
-    steps, Part.steps = Part.steps, 0
+    steps, PartOfTensor.steps = PartOfTensor.steps, 0
     mark_gradients(parameters)
     yield
-    Part.steps = steps
+    PartOfTensor.steps = steps
 
 
 def mark_gradients(parameters: Iterable[Tensor]) -> None:
     """Make the gradients of `parameters` refuse to be taken for whole ones."""
-    Part.steps = 0  # a step that raised has no end
+    PartOfTensor.steps = 0  # a step that raised has no end
     for parameter in parameters:
-        if isinstance(parameter, Part) and isinstance(parameter.grad, DTensor):
-            parameter.grad.__class__ = Part
+        if isinstance(parameter, PartOfTensor) and isinstance(parameter.grad, DTensor):
+            parameter.grad.__class__ = PartOfTensor
 
 
 def part_like(parameter: Tensor, values: Tensor) -> Tensor:
@@ -123,8 +123,8 @@ def part_like(parameter: Tensor, values: Tensor) -> Tensor:
     part: Tensor = DTensor.from_local(
         values, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
     )
-    if isinstance(parameter, Part):
-        part.__class__ = Part
+    if isinstance(parameter, PartOfTensor):
+        part.__class__ = PartOfTensor
     return part
 
 

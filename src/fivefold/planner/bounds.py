@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fivefold.core.schedule import Kind
 from fivefold.parallel.layout import Layout
 from fivefold.planner.flow import Gathers, StagesInFlight, gathers, span, stages_in_flight
-from fivefold.planner.parts import Content, Numbers, Shards, Stages
+from fivefold.planner.parts import Content, Numbers, RankShards, Stages
 from fivefold.planner.rank_memory import (
     WAITING,
     in_flight_bytes,
@@ -28,7 +28,7 @@ from fivefold.planner.rank_memory import (
 from fivefold.planner.space import Integers, Rows, Space, Which
 from fivefold.planner.sums import (
     Edges,
-    Sent,
+    UnitSeconds,
     Work,
     busiest,
     crowded,
@@ -82,7 +82,7 @@ class Bounding:
     """Prices of a space as arrays."""
 
     space: Space
-    _shards: list[Shards] = field(init=False, default_factory=list)
+    _shards: list[RankShards] = field(init=False, default_factory=list)
     _transfer: dict[int, Numbers] = field(init=False, default_factory=dict)
     _resting: dict[tuple[Content, bool], dict[tuple[int, ...], Numbers]] = field(init=False, default_factory=dict)
     _edges: dict[tuple[int, int, int, Content], tuple[float, ...]] = field(init=False, default_factory=dict)
@@ -120,10 +120,10 @@ class Bounding:
         return np.array(found)
 
     @cached_property
-    def sent(self) -> Sent:
+    def sent(self) -> UnitSeconds:
         """Seconds of FSDP's collectives: [number in `_shards`, part]."""
         assert len(self.shards), "there are places"
-        return Sent.of(self._shards)
+        return UnitSeconds.of(self._shards)
 
     @cached_property
     def replicas(self) -> Integers:

@@ -30,8 +30,8 @@ from fivefold.planner.parts import (
     Content,
     Numbers,
     Prices,
+    RankShards,
     Seconds,
-    Shards,
     Stages,
     nothing,
 )
@@ -53,7 +53,7 @@ from fivefold.planner.rank_memory import (
 )
 from fivefold.planner.sums import (
     Edges,
-    Sent,
+    UnitSeconds,
     Work,
     busiest,
     crowded,
@@ -79,7 +79,7 @@ class Parts:
     budget."""
 
     prices: Prices
-    shards: Shards
+    shards: RankShards
     stages: Stages
     spent: tuple[Recompute, ...] = ()
 
@@ -237,7 +237,7 @@ class Estimate:
 
 def estimate_layout(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     """Estimate a layout. Raises `UserError`, with the nearest legal values, if it cannot run the model there."""
-    return Step(prices, resolved(prices, layout, workload), workload).estimate()
+    return PricedStep(prices, resolved(prices, layout, workload), workload).estimate()
 
 
 def resolved(prices: PriceList, layout: Layout, workload: Workload) -> Layout:
@@ -252,7 +252,7 @@ def resolved(prices: PriceList, layout: Layout, workload: Workload) -> Layout:
 
 
 @dataclass(frozen=True)
-class Step:
+class PricedStep:
     """One layout's step, added up lazily."""
 
     price_list: PriceList
@@ -288,7 +288,7 @@ class Step:
         return self.parts.prices
 
     @property
-    def shards(self) -> Shards:
+    def shards(self) -> RankShards:
         return self.parts.shards
 
     @property
@@ -319,8 +319,8 @@ class Step:
         return Work.of([self.prices]).at(0)
 
     @cached_property
-    def sent(self) -> Sent:
-        return Sent.of([self.shards]).at(0)
+    def sent(self) -> UnitSeconds:
+        return UnitSeconds.of([self.shards]).at(0)
 
     @cached_property
     def passes(self) -> tuple[Numbers, Numbers]:

@@ -15,7 +15,7 @@ from fivefold.parallel import legality
 from fivefold.parallel.context.keys import MOST_RING
 from fivefold.parallel.features import limits_of
 from fivefold.parallel.layout import Layout
-from fivefold.planner.estimate import MOST_ROWS, MOST_TOKENS, TIGHT, Estimate, Item, Step, Workload
+from fivefold.planner.estimate import MOST_ROWS, MOST_TOKENS, TIGHT, Estimate, Item, PricedStep, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import NEAR
 from fivefold.planner.space import divisors
@@ -36,7 +36,7 @@ def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | Non
     """
     fixed = None if layout is None else (_legal(prices, layout),)
 
-    def fitting(length: int) -> Iterator[Step]:
+    def fitting(length: int) -> Iterator[PricedStep]:
         steps = (_step(prices, layout, workload, length) for layout in fixed or leanest(prices, length))
         return (step for step in steps if step.needs <= prices.cluster.chip.memory_bytes * TIGHT)
 
@@ -57,11 +57,11 @@ def _legal(prices: PriceList, layout: Layout) -> Layout:
     return layout
 
 
-def _step(prices: PriceList, layout: Layout, workload: Workload, length: int) -> Step:
+def _step(prices: PriceList, layout: Layout, workload: Workload, length: int) -> PricedStep:
     fewest, multiple = layout.micro_batch_unit
     dealt = layout.micro_batch_size * layout.data_ranks
     rounds = min(round(workload.tokens / (length * dealt * multiple)), MOST_ROWS // (dealt * multiple))
-    return Step(prices, layout, Workload(length, dealt * max(fewest, rounds * multiple, multiple)))
+    return PricedStep(prices, layout, Workload(length, dealt * max(fewest, rounds * multiple, multiple)))
 
 
 def leanest(prices: PriceList, length: int, precision: str = Layout.precision) -> Iterator[Layout]:
@@ -99,7 +99,7 @@ def fewest_devices(prices: PriceList, workload: Workload) -> Estimate:
 
 def lean_step(
     prices: PriceList, cluster: Cluster, workload: Workload, precision: str = Layout.precision
-) -> Step | None:
+) -> PricedStep | None:
     """The fastest step on a cluster among the `leanest` layouts that fit; None if none fits."""
     trained = sum(parameter.size for parameter in prices.facts.parameters.values() if parameter.is_trained)
     if cluster.world * cluster.chip.memory_bytes < BYTES_PER_PARAMETER * trained:
@@ -111,7 +111,7 @@ def lean_step(
         for layout in leanest(own, workload.seq_length, precision)
         if not legality.violations(layout, limits, world=cluster.world, batch=batch)
     )
-    steps = (step for layout in legal if (step := Step(own, layout, workload)).needs <= cluster.chip.memory_bytes)
+    steps = (step for layout in legal if (step := PricedStep(own, layout, workload)).needs <= cluster.chip.memory_bytes)
     return min(steps, key=lambda step: step.at_least, default=None)
 
 
@@ -199,14 +199,14 @@ def cures(prices: PriceList, estimate: Estimate) -> tuple[Estimate, ...]:
     faster. Empty if layouts that fit are further off.
     """
     has, seen, asked = prices.cluster.chip.memory_bytes, {estimate.layout}, [estimate.layout]
-    fitting, easily = list[Step](), list[Step]()
+    fitting, easily = list[PricedStep](), list[PricedStep]()
     for _ in range(3):
         asked = [
             neighbour for layout in asked for neighbour in neighbours(prices, layout, estimate) if neighbour not in seen
         ]
         asked = list(dict.fromkeys(asked))
         seen |= set(asked)
-        steps = sorted((Step(prices, layout, estimate.workload) for layout in asked), key=lambda step: step.needs)
+        steps = sorted((PricedStep(prices, layout, estimate.workload) for layout in asked), key=lambda step: step.needs)
         fitting += [step for step in steps if step.needs <= has]
         easily = [step for step in fitting if step.needs <= has * TIGHT]
         if len(easily) >= MOST_CURES:
@@ -222,14 +222,14 @@ def cures(prices: PriceList, estimate: Estimate) -> tuple[Estimate, ...]:
     return tuple(step.estimate() for step in found[:MOST_CURES])
 
 
-def budgeted(step: Step, most: float) -> Step | None:
+def budgeted(step: PricedStep, most: float) -> PricedStep | None:
     """Replace `selective` or `full` by the largest budget, in halves of a GiB, with which a device has at most `most`
     bytes taken. None if that is not faster, and if nothing is recomputed."""
     layout = step.layout
     if layout.recompute not in ("selective", "full"):
         return None
 
-    def of(halves: int) -> Step:
+    def of(halves: int) -> PricedStep:
         return replace(step, layout=replace(layout, recompute=f"{halves / 2:g}GiB"))
 
     if of(MOST_HALVES).seconds > step.seconds * (1 - NEAR):  # even without recompute
@@ -244,9 +244,9 @@ def budgeted(step: Step, most: float) -> Step | None:
 def proposal(estimates: Sequence[Estimate], prices: PriceList, fastest: float) -> Estimate | None:
     """The fastest of `estimates` with a budget of recompute in which no device is tight; None if no such step is
     shorter than `fastest` seconds by more than `NEAR`."""
-    most, enough, found = prices.cluster.chip.memory_bytes * TIGHT, fastest * (1 - NEAR), list[Step]()
+    most, enough, found = prices.cluster.chip.memory_bytes * TIGHT, fastest * (1 - NEAR), list[PricedStep]()
     for estimate in estimates:
-        step = Step(prices, estimate.layout, estimate.workload)
+        step = PricedStep(prices, estimate.layout, estimate.workload)
         if replace(step, layout=replace(step.layout, recompute="none")).at_least >= enough:
             continue  # not fast enough even without recompute
         if (budget := budgeted(step, most)) is not None and budget.seconds < enough:
@@ -254,14 +254,14 @@ def proposal(estimates: Sequence[Estimate], prices: PriceList, fastest: float) -
     return min(found, key=lambda step: step.seconds).estimate() if found else None
 
 
-def _last_resorts(prices: PriceList, layouts: Sequence[Layout], workload: Workload) -> Iterator[Step]:
+def _last_resorts(prices: PriceList, layouts: Sequence[Layout], workload: Workload) -> Iterator[PricedStep]:
     """Steps that fit with state or activations in host memory (not on a CPU), or else with rounded state."""
     chip = prices.cluster.chip
     for options in (() if chip.is_host else OFFLOADS, ROUNDED):
         found = False
         for layout, option in product(layouts, options):
             with suppress(UserError):  # a shard would split a block of 8-bit state
-                step = Step(prices, replace(layout, **option), workload)
+                step = PricedStep(prices, replace(layout, **option), workload)
                 if step.needs <= chip.memory_bytes:
                     found = True
                     yield step

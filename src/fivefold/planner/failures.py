@@ -13,7 +13,7 @@ from math import ceil, exp, expm1, sqrt
 from fivefold.core.units import human_bytes
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
-from fivefold.planner.estimate import Estimate, Step
+from fivefold.planner.estimate import Estimate, PricedStep
 from fivefold.planner.price import PriceList
 from fivefold.report.findings import Cell, Column, Notes, Row, Section, Table
 
@@ -106,7 +106,7 @@ class Failures:
 
 def failures(prices: PriceList, estimate: Estimate, mtbf_hours: float) -> Failures:
     """Failures of a cluster whose devices each fail once in `mtbf_hours`, with asynchronous saves."""
-    step = Step(prices, estimate.layout, estimate.workload)
+    step = PricedStep(prices, estimate.layout, estimate.workload)
     cluster, layout, failure = prices.cluster, estimate.layout, prices.cluster.node.failure
     whole, held = checkpoint_bytes(step), max(_saved(step, rank) for rank in range(layout.pp))
     speed = cluster.node.storage.bytes_per_second(cluster.nodes)
@@ -130,14 +130,14 @@ def failures(prices: PriceList, estimate: Estimate, mtbf_hours: float) -> Failur
     )
 
 
-def checkpoint_bytes(step: Step) -> int:
+def checkpoint_bytes(step: PricedStep) -> int:
     prices, shape = step.price_list, step.shards.shape
     placement = lower(prices.facts, step.layout, 0).placement
     trained = [name for name, parameter in prices.facts.parameters.items() if parameter.is_trained]
     return placement.checkpoint_bytes(trained * len(shape.optimizer.state), shape.master_bytes)
 
 
-def _saved(step: Step, pp_rank: int) -> int:
+def _saved(step: PricedStep, pp_rank: int) -> int:
     """Bytes of weights and optimizer state on a rank of the pipeline rank."""
     shape = step.shards.shape
     units = [(unit, count) for shard, count in step.shards.of(step.stages.contents[pp_rank]) for unit in shard.units]

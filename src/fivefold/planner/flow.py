@@ -131,7 +131,7 @@ class Level:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SchedulePart:
     """A part of a schedule. `keeps`: the places that are known after it."""
 
     levels: tuple[Level, ...]
@@ -159,7 +159,7 @@ def span(pipeline: Layout, micro_batches: Integers, seconds: Durations, transfer
     first = int(micro_batches.max()) - beyond * of_round
     of_slot = np.concatenate([seconds[kind] for kind in KINDS])
 
-    def run(part: Part, known: Numbers) -> Numbers:
+    def run(part: SchedulePart, known: Numbers) -> Numbers:
         return part.run(of_slot, transfer, known)
 
     ends = np.zeros((pipeline.pp, len(transfer)))
@@ -209,15 +209,15 @@ def _periods(states: Sequence[Numbers]) -> tuple[Integers, Numbers]:
 
 
 @lru_cache(maxsize=256)
-def _whole(pipeline: Layout, micro_batches: int) -> Part:
+def _whole(pipeline: Layout, micro_batches: int) -> SchedulePart:
     """A step as one part."""
     plan = schedule_plan(pipeline, micro_batches)
     levels, _, last = _levels(plan, plan.orders)
-    return Part(levels, np.array(last))
+    return SchedulePart(levels, np.array(last))
 
 
 @lru_cache(maxsize=256)
-def _parts(pipeline: Layout, first: int, of_round: int) -> tuple[Part, Part, Part]:
+def _parts(pipeline: Layout, first: int, of_round: int) -> tuple[SchedulePart, SchedulePart, SchedulePart]:
     """Parts of any step of `first` micro batches and whole rounds: the beginning, one round, and the end.
 
     In a step with one more round, a rank's slots are the same up to a place, where the slots of the round are inserted.
@@ -239,9 +239,9 @@ def _parts(pipeline: Layout, first: int, of_round: int) -> tuple[Part, Part, Par
     to_end, _, last_of_all = _levels(more, end, known)
     again = [after[_later(slot, of_round)] for slot in known]
     return (
-        Part(of_begin, np.array([*last, *(places[slot] for slot in known)])),
-        Part(around, np.array([*last_of_round, *again])),
-        Part(to_end, np.array(last_of_all)),
+        SchedulePart(of_begin, np.array([*last, *(places[slot] for slot in known)])),
+        SchedulePart(around, np.array([*last_of_round, *again])),
+        SchedulePart(to_end, np.array(last_of_all)),
     )
 
 

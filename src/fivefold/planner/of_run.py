@@ -23,7 +23,7 @@ from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.layout import KEYS, RESTS, Layout
 from fivefold.parallel.memory import BETWEEN_STEPS, REST
 from fivefold.parallel.recompute.policy import budget_bytes
-from fivefold.planner.estimate import Estimate, Step, Workload, estimate_layout
+from fivefold.planner.estimate import Estimate, PricedStep, Workload, estimate_layout
 from fivefold.planner.explain import MOST_CURES, cures, longest_sequence, too_large
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import OUTSIDE
@@ -175,15 +175,15 @@ def relief(config: RunConfig, cluster: Cluster, facts: ModelFacts, *, rank: int 
             length = longest_sequence(lean, workload, layout).workload.seq_length
             if length < workload.seq_length:
                 found.append((f"data.seq_length={length}", layout, replace(workload, seq_length=length)))
-    changes = (Change(text, Step(prices, layout, of).estimate()) for text, layout, of in found)
+    changes = (Change(text, PricedStep(prices, layout, of).estimate()) for text, layout, of in found)
     items = step.memory_of(rank // (cluster.world // layout.pp))
     return Relief(own, items, tuple(changes))
 
 
-def planned(config: RunConfig, cluster: Cluster, facts: ModelFacts) -> Step:
+def planned(config: RunConfig, cluster: Cluster, facts: ModelFacts) -> PricedStep:
     """The step of a run on a cluster. Raises `UserError` if the planner cannot price it."""
     prices = PriceList(facts, cluster, config.objective.is_own, compiled=config.train.compile is not False)
-    return Step(prices, config.layout.resolve(cluster.world), workload_of(config))
+    return PricedStep(prices, config.layout.resolve(cluster.world), workload_of(config))
 
 
 def changed(layout: Layout, other: Layout) -> str:

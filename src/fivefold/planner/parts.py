@@ -119,7 +119,7 @@ class Content:
 
 
 @dataclass(frozen=True, eq=False)
-class Shards:
+class RankShards:
     """The parameters of a rank: of each kind of layer, of the embedding's unit, and of the model's own unit for a
     pipeline rank with (embedding, head). Data ranks have equal shards. Depends on tp, ep and the shards alone.
 

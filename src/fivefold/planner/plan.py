@@ -17,7 +17,7 @@ from fivefold.models.config_facts import facts_of_config
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.layout import DEGREES, Layout
 from fivefold.planner import report
-from fivefold.planner.estimate import Estimate, Step, Workload, estimate_layout
+from fivefold.planner.estimate import Estimate, PricedStep, Workload, estimate_layout
 from fivefold.planner.explain import (
     cost_per_million_tokens,
     cures,
@@ -121,7 +121,7 @@ def planned(
         cures=tuple(report.ranked(ranked, first) for ranked in cured),
         closing=f"\n{report.assumptions(first)}" + (f"\nnext: {_command(model, goes_on)}" if goes_on else ""),
         details=report.details(estimates),
-        timeline=_timeline(Step(prices, estimates[0].layout, workload)),
+        timeline=_timeline(PricedStep(prices, estimates[0].layout, workload)),
     )
 
 
@@ -142,7 +142,7 @@ def longest(model: Model, cluster: str, workload: Workload, *, layout: str | Non
         notes=tuple(notes),
         closing=f"\n{report.assumptions(best)}\nnext: {_command(model, best)}",
         details=report.details((best,)),
-        timeline=_timeline(Step(prices, best.layout, best.workload)),
+        timeline=_timeline(PricedStep(prices, best.layout, best.workload)),
     )
 
 
@@ -191,7 +191,7 @@ def _named(model: Model, prices: PriceList) -> str:
     return model if isinstance(model, str) else prices.facts.model_class
 
 
-def _timeline(step: Step) -> Mapping[str, Any] | None:
+def _timeline(step: PricedStep) -> Mapping[str, Any] | None:
     """Timeline of the layout's pipeline, with as few micro batches as show its pattern."""
     if step.layout.pp == 1:
         return None

@@ -34,9 +34,9 @@ from fivefold.planner.parts import (
     Content,
     LayerPrice,
     Prices,
+    RankShards,
     Seconds,
     Shard,
-    Shards,
     Stages,
     UnitPrice,
     nothing,
@@ -364,7 +364,7 @@ class PriceList:
     _found: dict[tuple[Layout, int, int, str, bool], Prices] = field(init=False, default_factory=dict)
     _modes: dict[tuple[Layout, int, int, bool], tuple[Pricing, Prices]] = field(init=False, default_factory=dict)
     _calls: dict[tuple[Layout, int, StepShape], tuple[Call, ...]] = field(init=False, default_factory=dict)
-    _shards: dict[Layout, Shards] = field(init=False, default_factory=dict)
+    _shards: dict[Layout, RankShards] = field(init=False, default_factory=dict)
     _stages: dict[Layout, Stages] = field(init=False, default_factory=dict)
     _seconds: dict[tuple[Axis, str, int], float] = field(init=False, default_factory=dict)
     _spans: dict[Axis, Span] = field(init=False, default_factory=dict)
@@ -394,7 +394,7 @@ class PriceList:
         splits_sequence = layout.tp > 1 and layout.sequence_parallel
         return self.traits.compiled and splits_sequence and not layout.schedule.splits_backward
 
-    def shards(self, layout: Layout) -> Shards:
+    def shards(self, layout: Layout) -> RankShards:
         key = shard_layout(layout)
         if key not in self._shards:
             self._shards[key] = self._shard(key)
@@ -475,7 +475,7 @@ class PriceList:
     def pricing(self, plan: ParallelPlan, shape: StepShape, dtype: str, forwards: dict[str, Forward]) -> Pricing:
         return Pricing(plan, shape, self, dtype, forwards)
 
-    def _shard(self, layout: Layout) -> Shards:
+    def _shard(self, layout: Layout) -> RankShards:
         plan = self.plan(layout)
         pricing = Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self)
         layers = tuple(pricing.shard([layer]) for layer in plan.anatomy.layers)
@@ -487,7 +487,9 @@ class PriceList:
             return pricing.rest() if all(ends) else self._rest(layout, *ends)
 
         embedding = pricing.shard([plan.anatomy.embedding])
-        return Shards(pricing.shape, plan.placement.grid, layers, embedding, rest, tied, plan.feature(FsdpPlan).is_used)
+        return RankShards(
+            pricing.shape, plan.placement.grid, layers, embedding, rest, tied, plan.feature(FsdpPlan).is_used
+        )
 
     def _rest(self, layout: Layout, has_embedding: bool, has_head: bool) -> Shard:
         """Parameters outside layers, on the first or the last rank of a pipeline, taken from a plan of two stages."""

@@ -22,7 +22,7 @@ from fivefold.parallel.outer.keys import OUTER_NUMBERS
 from fivefold.parallel.pipeline.memory import InFlightBytes
 from fivefold.parallel.ranks import RankGrid
 from fivefold.planner.flow import StagesInFlight
-from fivefold.planner.parts import NO_UNIT, Content, Numbers, Shards, Stages, UnitPrice
+from fivefold.planner.parts import NO_UNIT, Content, Numbers, RankShards, Stages, UnitPrice
 from fivefold.planner.price import PriceList
 from fivefold.planner.sums import Work
 
@@ -96,7 +96,7 @@ def moving_bytes(chip: Chip, of: InFlightBytes) -> dict[str, dict[str, Numbers]]
 
 
 def resting_bytes(
-    price_list: PriceList, shards: Shards, content: Content, zero: int, *, waits: bool,
+    price_list: PriceList, shards: RankShards, content: Content, zero: int, *, waits: bool,
     goes_on: bool = True, away: frozenset[str] = frozenset(), state_dtype: str = "fp32", apart: bool = False,
 ) -> Mapping[str, Mapping[str, float]]:  # fmt: skip
     """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `waits`: see `root_waits`.
@@ -115,7 +115,7 @@ def resting_bytes(
 
 
 def state_bytes(
-    price_list: PriceList, shards: Shards, content: Content, *, away: frozenset[str], state_dtype: str, apart: bool
+    price_list: PriceList, shards: RankShards, content: Content, *, away: frozenset[str], state_dtype: str, apart: bool
 ) -> dict[str, int]:
     """Item -> bytes that last from step to step, and those of gradients. Arguments: see `resting_bytes`."""
     shape, units = shards.shape, all_units(shards, content)
@@ -134,7 +134,7 @@ def state_bytes(
     return state
 
 
-def all_units(shards: Shards, content: Content) -> list[UnitPrice]:
+def all_units(shards: RankShards, content: Content) -> list[UnitPrice]:
     """The units of a pipeline rank; the model's own unit is the last."""
     return [unit for shard, count in shards.of(content) for unit in shard.units for _ in range(count)]
 
@@ -172,12 +172,12 @@ def _exchanges(
     return found
 
 
-def root_waits(shards: Shards, content: Content, pipeline: Layout) -> bool:
+def root_waits(shards: RankShards, content: Content, pipeline: Layout) -> bool:
     """True if the model's own unit is not reduced after every backward, because two stages contribute to it."""
     return bool(shards.tied) and content.has_embedding and content.has_head and pipeline.pp > 1
 
 
-def _units(shards: Shards, content: Content) -> Units:
+def _units(shards: RankShards, content: Content) -> Units:
     def size(units: Iterable[tuple[UnitPrice, int]]) -> tuple[int, int]:
         pairs = tuple(units)
         return sum(unit.gathered * count for unit, count in pairs), sum(unit.reduced * count for unit, count in pairs)

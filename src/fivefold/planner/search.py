@@ -16,7 +16,7 @@ from fivefold.core.errors import UserError
 from fivefold.parallel import legality
 from fivefold.parallel.layout import MOST_RANKS, Layout
 from fivefold.planner.bounds import Bounding, Bounds
-from fivefold.planner.estimate import TIGHT, Estimate, Step, Workload
+from fivefold.planner.estimate import TIGHT, Estimate, PricedStep, Workload
 from fivefold.planner.flow import rounds_beyond
 from fivefold.planner.parts import Numbers
 from fivefold.planner.price import PriceList
@@ -88,8 +88,8 @@ def search(prices: PriceList, workload: Workload, *, top: int = 10, given: Mappi
     easily = [bounds.at(bounds.needs <= memory * TIGHT) for bounds in fitting]
     sets, fastest = _Candidates(bounding, easily if any(map(len, easily)) else fitting).best(top)
     return Found(
-        best=tuple(Step(prices, options.layout, workload).estimate() for options in sets),
-        fastest=Step(prices, fastest, workload).estimate() if fastest else None,
+        best=tuple(PricedStep(prices, options.layout, workload).estimate() for options in sets),
+        fastest=PricedStep(prices, fastest, workload).estimate() if fastest else None,
         options=tuple(options.options for options in sets),
         legal=legal,
         fitting=sum(map(len, fitting)),
@@ -100,7 +100,7 @@ def search(prices: PriceList, workload: Workload, *, top: int = 10, given: Mappi
 def _closest(space: Space, bounded: Sequence[Bounds]) -> Estimate:
     least = min(bounded, key=lambda bounds: bounds.needs.min())
     layout = space.layout(least.rows, int(least.needs.argmin()))
-    return Step(space.prices, layout, space.workload).estimate()
+    return PricedStep(space.prices, layout, space.workload).estimate()
 
 
 @dataclass(frozen=True)

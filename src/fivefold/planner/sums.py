@@ -18,7 +18,7 @@ from fivefold.parallel.layout import Layout
 from fivefold.parallel.outer.spec import mean_calls
 from fivefold.parallel.ranks import Axis
 from fivefold.planner.flow import Gathers
-from fivefold.planner.parts import Content, LayerPrice, Numbers, Prices, Shard, Shards, Stages
+from fivefold.planner.parts import Content, LayerPrice, Numbers, Prices, RankShards, Shard, Stages
 from fivefold.planner.price import PriceList
 from fivefold.planner.timing import Traits, collective_seconds, traffic_seconds
 
@@ -27,7 +27,9 @@ ROUNDING = 1e-9  # of sums in a different order
 MEET = 4  # sharpness of the smooth maximum of a crowded pipeline's two bounds: judgement
 
 
-def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Gathers, *, overlaps: bool) -> tuple[Numbers, Numbers]:
+def data_seconds(
+    work: "Work", sent: "UnitSeconds", stages: Stages, of: Gathers, *, overlaps: bool
+) -> tuple[Numbers, Numbers]:
     """Seconds of FSDP's collectives that compute cannot hide, in a forward and in a backward of each stage.
     Neighbouring layers are taken to be alike: a layer's parameters are gathered while the previous one runs."""
     forward, backward = (work.forward, work.backward) if overlaps else (0.0, 0.0)
@@ -85,7 +87,7 @@ class Work:
 
 
 @dataclass(frozen=True, eq=False)
-class Sent:
+class UnitSeconds:
     """Seconds of one gather, of one reduction, and of one gather from the secondary copy, of each part's units."""
 
     gather: Numbers
@@ -93,20 +95,20 @@ class Sent:
     near: Numbers
 
     @staticmethod
-    def of(shards: Sequence[Shards]) -> "Sent":
+    def of(shards: Sequence[RankShards]) -> "UnitSeconds":
         """Stack shards: [one for each of `shards`, part]. The head is in the model's own unit, which stays gathered."""
         units = [[unit.units for unit in (*shard.layers, shard.embedding, Shard())] for shard in shards]
-        return Sent(
+        return UnitSeconds(
             np.array([[sum(unit.gather_seconds for unit in part) for part in parts] for parts in units]),
             np.array([[sum(unit.reduce_seconds for unit in part) for part in parts] for parts in units]),
             np.array([[sum(unit.near_seconds for unit in part) for part in parts] for parts in units]),
         )
 
-    def at(self, places: Places) -> "Sent":
-        return Sent(self.gather[places], self.reduce[places], self.near[places])
+    def at(self, places: Places) -> "UnitSeconds":
+        return UnitSeconds(self.gather[places], self.reduce[places], self.near[places])
 
 
-def passes(work: Work, sent: Sent, stages: Stages, of: Gathers, traits: Traits) -> tuple[Numbers, Numbers]:
+def passes(work: Work, sent: UnitSeconds, stages: Stages, of: Gathers, traits: Traits) -> tuple[Numbers, Numbers]:
     """Seconds of a micro batch's forward and backward in each stage."""
     before, after = data_seconds(work, sent, stages, of, overlaps=traits.overlaps)
     return (
@@ -195,7 +197,7 @@ class Edges:
         return found
 
 
-def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: Layout) -> Edges:
+def edges_of(price_list: PriceList, shards: RankShards, content: Content, layout: Layout) -> Edges:
     cluster, of_rank = price_list.cluster, shards.of(content)
     units = [(unit, count) for shard, count in of_rank for unit in shard.units]
     replicas = price_list.span(Axis(layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp))
@@ -221,7 +223,7 @@ def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: La
     )
 
 
-def _outer_seconds(price_list: PriceList, layout: Layout, shards: Shards, held: float, replicas: Span) -> float:
+def _outer_seconds(price_list: PriceList, layout: Layout, shards: RankShards, held: float, replicas: Span) -> float:
     """Seconds of an outer step: the mean over replicas, and SGD with momentum on the outer weights."""
     width, cluster = shards.shape.master_bytes, price_list.cluster
     mean = mean_calls(int(held), layout.copies_apart, width)
@@ -229,7 +231,7 @@ def _outer_seconds(price_list: PriceList, layout: Layout, shards: Shards, held: 
     return sum(collective_seconds(cluster, replicas, call) for call in mean) + float(update)
 
 
-def tied_call(shards: Shards, content: Content, layout: Layout) -> Call | None:
+def tied_call(shards: RankShards, content: Content, layout: Layout) -> Call | None:
     """All-reduce of a tied embedding's gradients, if it is on two pipeline ranks and this is one of them."""
     if not shards.tied or layout.pp == 1 or content.has_embedding == content.has_head:
         return None

@@ -27,7 +27,7 @@ Wrap = Callable[[Any], Any]  # original function -> its replacement
 
 
 @dataclass(frozen=True)
-class Change:
+class Replacement:
     """A replaced function. `on`: with the stand-in for the driver, where no kernel runs, or on the CPU, where all run.
     `place`: the module that imports the function and calls it; None: the module that defines it."""
 
@@ -185,17 +185,17 @@ def _same(_: Any) -> Any:
 
 
 CHANGES = (
-    Change(fill, "no kernel reads weights, and to draw them takes long", _nothing, "stand-in", place=apply),
-    Change(dist.new_group, "gloo's groups would look for the other ranks", _without_gloo, place=dist),
-    Change(plain.everywhere, "the other ranks would say what this one says", _alike),
-    Change(plain.of_first, "the first rank would say what this one says", _own),
-    Change(sort_by_expert, "tokens go evenly to the experts", _sorted, "stand-in"),
-    Change(exchange_counts, "the other ranks would send as many rows", _exchanged, "cpu"),
-    Change(counts_on_host, "the other ranks would send as many rows", _counted, "stand-in"),
-    Change(by_expert, "its sizes are counts that no kernel made", _by_expert, "stand-in"),
-    Change(sums_on_host, "no kernel counted the tokens of experts", _ones, "stand-in"),
-    Change(gpu_attention.differs, "no kernel ran whose numbers could be compared", _same, "stand-in"),
-    Change(
+    Replacement(fill, "no kernel reads weights, and to draw them takes long", _nothing, "stand-in", place=apply),
+    Replacement(dist.new_group, "gloo's groups would look for the other ranks", _without_gloo, place=dist),
+    Replacement(plain.everywhere, "the other ranks would say what this one says", _alike),
+    Replacement(plain.of_first, "the first rank would say what this one says", _own),
+    Replacement(sort_by_expert, "tokens go evenly to the experts", _sorted, "stand-in"),
+    Replacement(exchange_counts, "the other ranks would send as many rows", _exchanged, "cpu"),
+    Replacement(counts_on_host, "the other ranks would send as many rows", _counted, "stand-in"),
+    Replacement(by_expert, "its sizes are counts that no kernel made", _by_expert, "stand-in"),
+    Replacement(sums_on_host, "no kernel counted the tokens of experts", _ones, "stand-in"),
+    Replacement(gpu_attention.differs, "no kernel ran whose numbers could be compared", _same, "stand-in"),
+    Replacement(
         host_memory.allocate,
         "saves and offloading may take more memory than this machine has, and nothing large is copied into it",
         _unreserved,

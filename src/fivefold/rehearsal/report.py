@@ -11,7 +11,7 @@ from fivefold.core.units import GIB, human_bytes, many
 from fivefold.hardware.cluster import Cluster
 from fivefold.planner.estimate import Estimate
 from fivefold.planner.timing import Interval
-from fivefold.rehearsal.request import Item, Phase, Seen
+from fivefold.rehearsal.request import MemoryItem, Phase, Seen
 from fivefold.rehearsal.stand_in import Lack
 from fivefold.report.findings import TONES, Facts, Findings, Notes, On, Section, Table, to_text
 
@@ -322,7 +322,7 @@ class Rehearsal:
         return json.dumps(values, indent=2, ensure_ascii=False)
 
 
-def largest(seen: Seen) -> tuple[str, Sequence[Item]]:
+def largest(seen: Seen) -> tuple[str, Sequence[MemoryItem]]:
     """The phase of a rank's peak, or the one that ran out of memory, and its items."""
     if seen.out_of_memory is not None:
         return seen.out_of_memory.phase, seen.out_of_memory.items

@@ -21,7 +21,7 @@ class RehearsalRequest:
 
 
 @dataclass(frozen=True)
-class Item:
+class MemoryItem:
     """Memory at a peak: `count` equal tensors, `bytes` in all. `what`: their origin. `where`: the module, numbers of
     layers as *."""
 
@@ -44,7 +44,7 @@ class Phase:
     syncs: int | None
     compiles: int
     seconds: float
-    items: tuple[Item, ...] = ()
+    items: tuple[MemoryItem, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Sync:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentOverAxis:
     """Collectives of the last step by axis and kind. `exposed`: those that no kernel hides; None: not known."""
 
     axis: str
@@ -85,7 +85,7 @@ class OutOfMemory:
     where: str
     allocated: int
     reserved: int
-    items: tuple[Item, ...]
+    items: tuple[MemoryItem, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class Seen:
     coordinates: Mapping[str, int] = field(default_factory=dict)
     phases: tuple[Phase, ...] = ()
     syncs: tuple[Sync, ...] = ()
-    sent: tuple[Sent, ...] = ()
+    sent: tuple[SentOverAxis, ...] = ()
     recompiles: tuple[Recompile, ...] = ()
     communicators: int = 0
     out_of_memory: OutOfMemory | None = None
@@ -107,7 +107,7 @@ class Seen:
         return not self.failed and self.out_of_memory is None and not self.undeclared
 
     @property
-    def undeclared(self) -> tuple[Sent, ...]:
+    def undeclared(self) -> tuple[SentOverAxis, ...]:
         """Collectives that differ from the plan. The bytes of all-to-alls are not compared: they depend on routing."""
         return tuple(
             sent

@@ -33,14 +33,14 @@ from fivefold.launch.world import LAUNCHER, World, join
 from fivefold.models.build import load_model_config
 from fivefold.rehearsal.changes import AnswersAll, changed, environment
 from fivefold.rehearsal.request import RehearsalRequest, Seen
-from fivefold.rehearsal.watch import Watch
+from fivefold.rehearsal.watch import RankWatch
 from fivefold.training.run import build, take_steps
 from fivefold.training.run_log import RunLog
 
 
 def rehearse(request: RehearsalRequest) -> Seen:
     """Run `request` on its rank, from the build to the save after its last step."""
-    watch, store = Watch.of(request), AnswersAll() if request.is_full else None  # torch keeps no reference to it
+    watch, store = RankWatch.of(request), AnswersAll() if request.is_full else None  # torch keeps no reference to it
     try:
         with ExitStack() as stack:
             stack.enter_context(changed(is_full=request.is_full))
@@ -79,7 +79,7 @@ def world_of(request: RehearsalRequest) -> World:
     )
 
 
-def _train(request: RehearsalRequest, watch: Watch) -> None:
+def _train(request: RehearsalRequest, watch: RankWatch) -> None:
     """Train as `training.run.train` does, without its watchdog: there are no ranks to wait for."""
     config = parse_config(request.config)
     (config.run_dir / "logs").mkdir(parents=True, exist_ok=True)

@@ -89,7 +89,7 @@ class Driver:
 
 
 @dataclass(frozen=True)
-class Group:
+class Communicator:
     """The group of a communicator: its mesh axis, its size, and this process's rank in it."""
 
     axis: str
@@ -107,7 +107,7 @@ class Issued:
     exposed: bool
 
 
-def issued(entries: Sequence[Entry], groups: Mapping[int, Group]) -> list[Issued]:
+def issued(entries: Sequence[Entry], groups: Mapping[int, Communicator]) -> list[Issued]:
     """The collectives of `entries` in order; `groups`: by communicator. Groups of one rank send nothing."""
     exposed = _exposed(entries)
     found = []

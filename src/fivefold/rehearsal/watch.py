@@ -26,8 +26,17 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
-from fivefold.rehearsal.request import Item, OutOfMemory, Phase, Recompile, RehearsalRequest, Seen, Sent, Sync
-from fivefold.rehearsal.stream_order import Driver, Entry, Group, issued
+from fivefold.rehearsal.request import (
+    MemoryItem,
+    OutOfMemory,
+    Phase,
+    Recompile,
+    RehearsalRequest,
+    Seen,
+    SentOverAxis,
+    Sync,
+)
+from fivefold.rehearsal.stream_order import Communicator, Driver, Entry, issued
 from fivefold.training.memory import asked_bytes
 from fivefold.training.optimizers import rule_for
 from fivefold.training.step import declare, step_shape, train_step
@@ -107,14 +116,14 @@ class Running:
         return self.names[place] if place >= 0 else ""
 
 
-def items(live: Iterable[Allocation], running: Running, named: Mapping[int, str]) -> tuple[Item, ...]:
+def items(live: Iterable[Allocation], running: Running, named: Mapping[int, str]) -> tuple[MemoryItem, ...]:
     """The largest items in memory, equal ones together. `named`: addresses of parameters."""
     found: dict[tuple[str, str], list[int]] = {}
     for block in live:
         name = named.get(block.address)
         what, where = ("parameters", name) if name else (made_by(block.frames), running.at(block.time))
         found.setdefault((what, any_layer(where)), []).append(block.size)
-    rows = [Item(what, where, len(sizes), sum(sizes)) for (what, where), sizes in found.items()]
+    rows = [MemoryItem(what, where, len(sizes), sum(sizes)) for (what, where), sizes in found.items()]
     return tuple(sorted(rows, key=lambda row: -row.bytes)[:SHOWN])
 
 
@@ -154,7 +163,7 @@ class _Span:
 
 
 @dataclass
-class Watch:
+class RankWatch:
     """Observer of one rank. `full`: the stand-in for the driver; None on the CPU, where memory, kernels and waits are
     not seen."""
 
@@ -168,12 +177,12 @@ class Watch:
     steps: int = 0
     coordinates: dict[str, int] = field(default_factory=dict)
     communicators: int = 0
-    sent: tuple[Sent, ...] = ()
+    sent: tuple[SentOverAxis, ...] = ()
     named: dict[int, str] = field(default_factory=dict)
     lack: OutOfMemory | None = None
 
     @classmethod
-    def of(cls, request: RehearsalRequest) -> "Watch":
+    def of(cls, request: RehearsalRequest) -> "RankWatch":
         return cls(request, Driver() if request.is_full else None)
 
     @contextmanager
@@ -375,24 +384,24 @@ def line_of(frame: FrameType | None) -> str:
     return other or "backward, in torch"
 
 
-def _groups(mesh: Mesh) -> dict[int, Group]:
+def _groups(mesh: Mesh) -> dict[int, Communicator]:
     """Groups of a mesh by communicator."""
     world = {"world": dist.group.WORLD} if dist.group.WORLD else {}
     return {
-        torch_internals.communicator(group): Group(mesh.axis_of(group.group_name), group.size(), group.rank())
+        torch_internals.communicator(group): Communicator(mesh.axis_of(group.group_name), group.size(), group.rank())
         for group in {**mesh.groups, **world}.values()
     }
 
 
 def _against_plan(
     seen: Sequence[Collective], declared: Sequence[Collective], exposed: Mapping[tuple[str, str], int] | None
-) -> tuple[Sent, ...]:
+) -> tuple[SentOverAxis, ...]:
     found, said = ({(call.axis, call.kind): call for call in some} for some in (seen, declared))
     rows = []
     for axis, kind in sorted({*found, *said}):
         ran, plan = (some.get((axis, kind), Collective(axis, kind, 0, 0)) for some in (found, said))
         alone = None if exposed is None else exposed.get((axis, kind), 0)
-        rows.append(Sent(axis, kind, ran.count, ran.bytes, plan.count, plan.bytes, alone))
+        rows.append(SentOverAxis(axis, kind, ran.count, ran.bytes, plan.count, plan.bytes, alone))
     return tuple(rows)
 
 

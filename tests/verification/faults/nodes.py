@@ -13,7 +13,7 @@ from torch import Tensor
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel.fsdp import runtime
 from fivefold.parallel.nodes import levels
-from fivefold.parallel.nodes.levels import Gather, Int8Wire, Reduce, wide_dtype
+from fivefold.parallel.nodes.levels import Int8Wire, UnitGather, UnitReduce, wide_dtype
 from fivefold.parallel.outer.runtime import OuterSteps
 from fivefold.training import step
 from tests.verification.faults.fault import Model, fault
@@ -44,13 +44,13 @@ def parts_in_the_order_of_places() -> Any:
     expects=[("gradient, reduced", r"")],
 )
 def sums_of_a_node_alone() -> Any:
-    plain = Reduce.__call__
+    plain = UnitReduce.__call__
 
-    def of_this_node(self: Reduce, *given: Any, **named: Any) -> None:
+    def of_this_node(self: UnitReduce, *given: Any, **named: Any) -> None:
         with patch.object(dist, "all_to_all_single", lambda received, sent, group: received.copy_(sent)):
             plain(self, *given, **named)
 
-    return patch.object(Reduce, "__call__", of_this_node)
+    return patch.object(UnitReduce, "__call__", of_this_node)
 
 
 @fault(
@@ -76,14 +76,14 @@ def scales_of_the_first_rank() -> Any:
     expects=[("output", r"^model\.")],
 )
 def own_shard_is_not_rounded() -> Any:
-    plain = Gather.__call__
+    plain = UnitGather.__call__
 
-    def gathered(self: Gather, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool) -> None:
+    def gathered(self: UnitGather, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool) -> None:
         own = input_tensor.clone()  # of FSDP a view of its place in `output_tensor`
         plain(self, output_tensor, input_tensor, group, async_op)
         output_tensor.view(group.size(), -1)[group.rank()].copy_(own)
 
-    return patch.object(Gather, "__call__", gathered)
+    return patch.object(UnitGather, "__call__", gathered)
 
 
 @fault(
@@ -104,10 +104,10 @@ def last_sender_left_out() -> Any:
     expects=[("gradient, reduced", r"")],
 )
 def own_gradients_are_not_rounded() -> Any:
-    plain = Reduce.__call__
+    plain = UnitReduce.__call__
 
     def reduced(
-        self: Reduce, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        self: UnitReduce, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         plain(self, output_tensor, input_tensor, group, op, async_op)
         if self._node is None and self._wire is not None:
@@ -115,7 +115,7 @@ def own_gradients_are_not_rounded() -> Any:
             self._wire.decode(self._wire.encode(own), rounded := torch.empty_like(own), own.dtype)
             output_tensor += (own - rounded).view_as(output_tensor)
 
-    return patch.object(Reduce, "__call__", reduced)
+    return patch.object(UnitReduce, "__call__", reduced)
 
 
 @fault(
@@ -125,16 +125,16 @@ def own_gradients_are_not_rounded() -> Any:
     expects=[("gradient, reduced", r"")],
 )
 def gradients_rounded_twice() -> Any:
-    plain = Reduce._within
+    plain = UnitReduce._within
 
-    def within(self: Reduce, node: dist.ProcessGroup, parts: Tensor, numbers: int) -> Tensor:
+    def within(self: UnitReduce, node: dist.ProcessGroup, parts: Tensor, numbers: int) -> Tensor:
         if self._wire is not None:
             shards = parts.reshape(-1, numbers)
             self._wire.decode(self._wire.encode(shards), rounded := torch.empty_like(shards), parts.dtype)
             parts = rounded.view_as(parts)
         return plain(self, node, parts, numbers)
 
-    return patch.object(Reduce, "_within", within)
+    return patch.object(UnitReduce, "_within", within)
 
 
 @fault(

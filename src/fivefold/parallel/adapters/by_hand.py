@@ -47,7 +47,7 @@ def in_nf4(weight: Tensor) -> Tensor:
     return (levels[nearest] * scales).view_as(weight)
 
 
-class _Held(nn.Module):
+class _Matrices(nn.Module):
     """Holds parameters under their names in a model; computes nothing."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
@@ -74,7 +74,7 @@ def put_adapter(model: Any, lora: Lora, values: Mapping[str, Tensor], compute: t
         module = model.get_submodule(name)
         dtype = next(module.parameters()).dtype
         for matrix, held in matrices.items():
-            module.add_module(matrix, _Held({leaf: tensor.to(dtype) for leaf, tensor in held.items()}))
+            module.add_module(matrix, _Matrices({leaf: tensor.to(dtype) for leaf, tensor in held.items()}))
         if is_experts(module):
             module.forward = partial(_beside_experts, module, module.forward, scale)
         else:

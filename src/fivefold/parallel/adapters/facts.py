@@ -25,13 +25,13 @@ from typing import TypeVar
 from fivefold.core.errors import UserError
 from fivefold.core.text import listed
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import DropoutSite, ModelFacts, Packing, Parameter, Role
+from fivefold.models.facts import BlockFormat, DropoutSite, ModelFacts, Parameter, Role
 from fivefold.parallel.adapters.settings import AUTO, NF4_BLOCK, Lora, nf4_bytes
 
 _T = TypeVar("_T")
 
 A, B = "lora_A", "lora_B"
-NF4 = Packing(NF4_BLOCK, nf4_bytes(NF4_BLOCK))
+NF4 = BlockFormat(NF4_BLOCK, nf4_bytes(NF4_BLOCK))
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,7 @@ def builders(state: ParallelState) -> Builders:
     return {
         spec.CutRows: cut_rows,
         spec.WholeRows: whole_rows,
-        spec.Exchange: lambda attention, _: setattr(attention, CONTEXT, fold),
+        spec.ExchangeKV: lambda attention, _: setattr(attention, CONTEXT, fold),
     }
 
 

@@ -181,7 +181,7 @@ class WholeRows(Edit):
 
 
 @dataclass(frozen=True)
-class Exchange(Edit):
+class ExchangeKV(Edit):
     kind = "attribute"
 
 
@@ -192,7 +192,7 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     yield CutRows(anatomy.base, "cp", "whole rows become this rank's tokens")
     yield WholeRows(anatomy.head, "cp", "logits of whole rows leave it")
     for module in plan.facts.attends:
-        yield Exchange(module, "cp", "attention exchanges keys and values, or heads")
+        yield ExchangeKV(module, "cp", "attention exchanges keys and values, or heads")
 
 
 # ---- bytes ---------------------------------------------------------------------------------------------------------

@@ -25,13 +25,13 @@ from fivefold.parallel.fsdp.spec import (
     PrefetchWithinStages,
     RestAsDTensors,
     SendOtherwise,
-    Shard,
+    ShardUnit,
     StandIn,
     Unit,
     keeps_gathered,
 )
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.nodes.levels import Gather, Int8Wire, Part, Reduce, in_two_levels
+from fivefold.parallel.nodes.levels import Int8Wire, UnitGather, UnitReduce, WirePart, in_two_levels
 from fivefold.parallel.state import METHODS, Builders, ParallelState, state_of
 from fivefold.torch_internals import fsdp_cuts_own_shards, fsdp_drop_copy, fsdp_forget, fsdp_keep_copy, fsdp_sent
 
@@ -39,7 +39,7 @@ from fivefold.torch_internals import fsdp_cuts_own_shards, fsdp_drop_copy, fsdp_
 def builders(state: ParallelState) -> Builders:
     mesh, plan = state.mesh, state.plan.feature(FsdpPlan)
     return {
-        Shard: lambda module, edit: _shard(module, edit.unit, mesh, state.reduce_dtype),
+        ShardUnit: lambda module, edit: _shard(module, edit.unit, mesh, state.reduce_dtype),
         KeepCopy: lambda module, edit: leave_after_forward(module, edit.unit, mesh),
         SendOtherwise: lambda _, edit: _send_otherwise(state.model, edit.unit, mesh, plan),
         PrefetchWithinStages: lambda model, edit: _prefetch_within(model, edit.stages),
@@ -77,20 +77,24 @@ def _send_otherwise(model: nn.Module, unit: Unit, mesh: Mesh, plan: FsdpPlan) ->
     grid, whole = mesh.grid, mesh.groups[mesh.grid.fsdp_axis(unit.over)]
     names = {(owner, leaf): f"{path}.{leaf}" for path, owner in model.named_modules() for leaf in owner._parameters}
     sent = [(names[place], numbers) for place, numbers in fsdp_sent(module)]
-    gathered = Int8Wire([Part(numbers, plan.block(name)) for name, numbers in sent]) if plan.is_coded(unit) else None
+    gathered = (
+        Int8Wire([WirePart(numbers, plan.block(name)) for name, numbers in sent]) if plan.is_coded(unit) else None
+    )
     reduced = None
     if plan.reduces_coded(unit):
         trained = [(name, numbers) for name, numbers in sent if name not in unit.frozen]
-        reduced = Int8Wire([Part(numbers, plan.reduced_block(name)) for name, numbers in trained])
+        reduced = Int8Wire([WirePart(numbers, plan.reduced_block(name)) for name, numbers in trained])
     if plan.has_levels(unit):
         node, across = mesh.groups[grid.node_axis(unit.over)], mesh.groups[grid.across_axis(unit.over)]
-        module.set_custom_all_gather(Gather(whole.size(), in_two_levels(node, across), gathered))
-        module.set_custom_reduce_scatter(Reduce(node, across, reduced))
+        module.set_custom_all_gather(UnitGather(whole.size(), in_two_levels(node, across), gathered))
+        module.set_custom_reduce_scatter(UnitReduce(node, across, reduced))
         return
     if gathered:
-        module.set_custom_all_gather(Gather(whole.size(), partial(dist.all_gather_into_tensor, group=whole), gathered))
+        module.set_custom_all_gather(
+            UnitGather(whole.size(), partial(dist.all_gather_into_tensor, group=whole), gathered)
+        )
     if reduced:
-        module.set_custom_reduce_scatter(Reduce(None, whole, reduced))
+        module.set_custom_reduce_scatter(UnitReduce(None, whole, reduced))
 
 
 def _prefetch_within(model: Any, stages: Sequence[Sequence[str]]) -> None:

@@ -299,7 +299,7 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
 
 
 @dataclass(frozen=True)
-class Shard(Edit):
+class ShardUnit(Edit):
     kind = "shard"
     unit: Unit
 
@@ -343,7 +343,7 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     fsdp, placement = plan.feature(FsdpPlan), plan.placement
     for unit in fsdp.sharded:
         axis = placement.grid.fsdp_axis(unit.over)
-        yield Shard(unit.name, axis, "parameters gathered and reduced as one", unit)
+        yield ShardUnit(unit.name, axis, "parameters gathered and reduced as one", unit)
     for unit in filter(fsdp.node_ranks, fsdp.sharded):
         axis, ranks = placement.grid.node_axis(unit.over), fsdp.node_ranks(unit)
         yield KeepCopy(unit.name, axis, f"gathered once a step, then from a copy over {many(ranks, 'rank')}", unit)

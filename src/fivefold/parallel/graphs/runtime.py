@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from fivefold.parallel.graphs.spec import Compile, Outside
+from fivefold.parallel.graphs.spec import CompileLayer, Outside
 from fivefold.parallel.plan import Edit
 from fivefold.parallel.state import Builders, LivePart, ParallelState
 from fivefold.torch_internals import compiled_versions, heard_from_dynamo, keep_headers
@@ -79,4 +79,4 @@ def builders(state: ParallelState) -> Builders:
     def compile_layer(layer: Any, edit: Edit) -> None:
         layer.forward = compiled.block(edit.path, layer.forward)
 
-    return {Outside: outside, Compile: compile_layer}
+    return {Outside: outside, CompileLayer: compile_layer}

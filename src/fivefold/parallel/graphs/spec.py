@@ -49,7 +49,7 @@ class Outside(Edit):
 
 
 @dataclass(frozen=True)
-class Compile(Edit):
+class CompileLayer(Edit):
     kind = "forward"
 
 
@@ -60,7 +60,7 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
         if block.is_last and again.of(layer) == "full" and plan.reduces_rows and not graphs.is_one_graph(layer):
             yield Outside(block.row, "compile", "runs outside of graphs: a second forward stops before it")
     for layer in plan.placement.layers if plan.compiled else ():
-        yield Compile(layer, "compile", "one graph" if graphs.is_one_graph(layer) else "several graphs")
+        yield CompileLayer(layer, "compile", "one graph" if graphs.is_one_graph(layer) else "several graphs")
 
 
 # ---- bytes ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from fivefold.parallel.step import Step
 
 
 @dataclass(frozen=True)
-class Round:
+class MatrixRound:
     """Transfers of this rank. Lists go by rank; a rank beyond the matrices of the round owns none."""
 
     names: tuple[str, ...]  # names[i] is assembled on rank i
@@ -25,7 +25,7 @@ class Round:
         return tuple(sum(numel(region) for regions in lists for region in regions) for lists in (self.sent, self.dealt))  # type: ignore[return-value]
 
 
-def matrix_rounds(placement: Placement, names: Sequence[str]) -> tuple[Round, ...]:
+def matrix_rounds(placement: Placement, names: Sequence[str]) -> tuple[MatrixRound, ...]:
     """Rounds that assemble the 2-D parameters `names`, the most costly first."""
     ordered = sorted(names, key=lambda name: -_cost(placement, name))
     return tuple(
@@ -38,7 +38,7 @@ def _cost(placement: Placement, name: str) -> int:
     return rows * columns * min(rows, columns)
 
 
-def _round(placement: Placement, names: Sequence[str]) -> Round:
+def _round(placement: Placement, names: Sequence[str]) -> MatrixRound:
     kept = [_regions(placement, name, placement.rank, local=True) for name in names]
     sent = [
         regions if _sends(placement, name, placement.rank, owner) else []
@@ -53,7 +53,7 @@ def _round(placement: Placement, names: Sequence[str]) -> Round:
             regions if _sends(placement, own, rank, placement.rank) else [] for rank, regions in enumerate(dealt)
         ]
     rest = none[len(names) :]
-    return Round(tuple(names), [*sent, *rest], [*kept, *rest], gathered, dealt)
+    return MatrixRound(tuple(names), [*sent, *rest], [*kept, *rest], gathered, dealt)
 
 
 def _regions(placement: Placement, name: str, rank: int, *, local: bool) -> list[Region]:

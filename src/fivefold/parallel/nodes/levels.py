@@ -53,7 +53,7 @@ STEPS = MOST + 2**-12
 
 
 @dataclass(frozen=True)
-class Part:
+class WirePart:
     """A parameter's part of what a rank sends: so many `numbers`, in blocks of so many; 0: sent as they are."""
 
     numbers: int
@@ -71,7 +71,7 @@ class Int8Wire:
         codes     int8
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[WirePart]) -> None:
         self._parts, self._sizes = parts, [part.numbers for part in parts]
         self._coded = [part.numbers for part in parts if part.block]
         self._scales = [part.numbers // part.block for part in parts if part.block]
@@ -124,7 +124,7 @@ class Buffers:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class Gather(Buffers):
+class UnitGather(Buffers):
     """All-gather of a unit over `ranks` by `exchange`, coded by `wire`; None: as it is. Over other ranks, as from a
     secondary copy, it is a plain one."""
 
@@ -156,7 +156,7 @@ def in_two_levels(node: dist.ProcessGroup, across: dist.ProcessGroup) -> Exchang
     return exchange
 
 
-class Reduce(Buffers):
+class UnitReduce(Buffers):
     """Reduce-scatter of a unit's gradients. `node`: the ranks of this node, which sum first; None: each rank's own are
     exchanged. `across`: the ranks that exchange; in two levels those with the same place in each node. `wire`: codes
     what they exchange; None: as it is."""

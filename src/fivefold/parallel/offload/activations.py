@@ -20,12 +20,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from fivefold.parallel.offload.host_memory import Copies, HostMemory, Lane
+from fivefold.parallel.offload.host_memory import CopiesInFlight, HostMemory, Lane
 from fivefold.parallel.offload.spec import SMALL
 from fivefold.torch_internals import plain_tensors, storage_key
 
 
-class Saved:
+class SavedMemory:
     """Memory that a layer saved, away until backward. It lives as long as something in the graph refers to it."""
 
     def __init__(self, values: Tensor, home: Tensor, owner: "HostActivations") -> None:
@@ -40,11 +40,11 @@ class Pass:
     layer of a stage. `saved`: the tensors that are still needed."""
 
     before: "Pass | None"
-    saved: list["weakref.ref[Saved]"] = field(default_factory=list)
-    copies: Copies = field(default_factory=lambda: Copies(()))
+    saved: list["weakref.ref[SavedMemory]"] = field(default_factory=list)
+    copies: CopiesInFlight = field(default_factory=lambda: CopiesInFlight(()))
     has_begun: bool = False  # its backward has
 
-    def away(self) -> list[Saved]:
+    def away(self) -> list[SavedMemory]:
         """Saved memory without values on the device; backward asks for the last first."""
         there = (release() for release in reversed(self.saved))
         return [saved for saved in there if saved is not None and saved.values is None]
@@ -54,7 +54,7 @@ class Pass:
 class Packed:
     """A saved tensor, which is a view of saved memory."""
 
-    of: Saved | None  # None: it stays on the device
+    of: SavedMemory | None  # None: it stays on the device
     made_in: Pass
     kept: Tensor | None
     dtype: torch.dtype
@@ -69,8 +69,8 @@ class HostActivations:
     def __init__(self, memory: HostMemory, device: torch.device) -> None:
         self._memory, self._device, self._lane = memory, device, Lane(device)
         self._last: Pass | None = None  # the newest forward pass of the micro batch
-        self._leaving: tuple[Copies, list[Saved]] = Copies(()), []  # in transit to the host
-        self._coming = Copies(())  # and from it
+        self._leaving: tuple[CopiesInFlight, list[SavedMemory]] = CopiesInFlight(()), []  # in transit to the host
+        self._coming = CopiesInFlight(())  # and from it
 
     def layer(
         self, block: nn.Module, forward: Callable[..., Any], *, is_first: bool, is_last: bool
@@ -92,8 +92,8 @@ class HostActivations:
 
         return run
 
-    def take(self, values: Tensor) -> Saved:
-        return Saved(values, self._memory.take(values.nbytes), self)
+    def take(self, values: Tensor) -> SavedMemory:
+        return SavedMemory(values, self._memory.take(values.nbytes), self)
 
     def give_back(self, home: Tensor) -> None:
         """Free a block. The lane keeps order: the next copy into the block waits for the current copy out of it."""
@@ -114,7 +114,7 @@ class HostActivations:
         copies.meet()
         for saved in moving:
             saved.values = None
-        self._leaving = Copies(()), []
+        self._leaving = CopiesInFlight(()), []
 
     def unpack(self, packed: Packed) -> Tensor:
         """Return the tensor, in backward. The first one of a layer starts to fetch the layer before it."""
@@ -157,7 +157,7 @@ class _Saving:
         self._owner, self._own, self._block, self._staying = owner, own, block, staying
         self._least, self._moves = least, moves
         # By memory and version. The values of `found` hold the memory, so that nothing else gets its place meanwhile.
-        self.found: dict[tuple[int, int], Saved] = {}
+        self.found: dict[tuple[int, int], SavedMemory] = {}
 
     def pack(self, tensor: Tensor) -> Packed:
         key = storage_key(tensor)

@@ -102,7 +102,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]  # (target, source)
 
 
 @dataclass
-class Copies:
+class CopiesInFlight:
     """Copies in flight. They hold their sources and targets until the compute stream has waited for them: the allocator
     may reuse device memory as soon as the compute stream is done with it, and knows nothing of other streams."""
 
@@ -133,14 +133,14 @@ class Lane:
         """True if copies end some time after they were requested."""
         return self._stream is not None
 
-    def copy(self, pairs: Pairs) -> Copies:
+    def copy(self, pairs: Pairs) -> CopiesInFlight:
         """Copy every source to its target, after all work of the compute stream: its writes, and reads of targets."""
         if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)
-            return Copies(())
+            return CopiesInFlight(())
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-            return Copies(pairs, self._stream.record_event())
+            return CopiesInFlight(pairs, self._stream.record_event())

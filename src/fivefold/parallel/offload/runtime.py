@@ -25,7 +25,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.units import in_parts
 from fivefold.parallel.dtensor import local, put_local, with_local
 from fivefold.parallel.offload.activations import HostActivations
-from fivefold.parallel.offload.host_memory import Copies, HostMemory, Lane, most_bytes
+from fivefold.parallel.offload.host_memory import CopiesInFlight, HostMemory, Lane, most_bytes
 from fivefold.parallel.offload.spec import OffloadActivations, part_bytes
 from fivefold.parallel.state import Builders, LivePart, ParallelState
 from fivefold.torch_internals import step_hooks
@@ -108,7 +108,7 @@ class OptimizerStates:
         if not (self.is_on or (weights and self._weights)):
             yield from parts
             return
-        todo, leaving = list(parts), Copies(())
+        todo, leaving = list(parts), CopiesInFlight(())
         coming = self._fetch(optimizer, todo[0], weights=weights) if todo else None
         for at, part in enumerate(todo):
             assert coming is not None
@@ -149,7 +149,7 @@ class OptimizerStates:
 
     def _fetch(
         self, optimizer: torch.optim.Optimizer, part: Sequence[Tensor], *, weights: bool
-    ) -> tuple[list[tuple[Tensor, str, Tensor]], Copies]:
+    ) -> tuple[list[tuple[Tensor, str, Tensor]], CopiesInFlight]:
         """Begin to copy a part to the device: (parameter, kind of its state or `WEIGHT`, values there)."""
         found, pairs = list[tuple[Tensor, str, Tensor]](), list[tuple[Tensor, Tensor]]()
         for parameter in part:
@@ -171,7 +171,7 @@ class OptimizerStates:
                 state = optimizer.state[parameter]
                 state[kind] = with_local(state[kind], value)
 
-    def _put(self, optimizer: torch.optim.Optimizer, part: Sequence[Tensor], *, weights: bool) -> Copies:
+    def _put(self, optimizer: torch.optim.Optimizer, part: Sequence[Tensor], *, weights: bool) -> CopiesInFlight:
         """Begin to copy a part to host memory, where parameters and `optimizer.state` then have it."""
         assert self._memory is not None
         pairs = list[tuple[Tensor, Tensor]]()

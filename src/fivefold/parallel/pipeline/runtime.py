@@ -4,9 +4,10 @@ Every model runs here. Without pipeline parallelism it is one stage, whose micro
 the other; nothing is sent.
 
 `run_pipeline` executes this rank's actions of a `SchedulePlan`: slots (forward, backward) and the transfers between
-them. Hidden states go to the next stage, their gradients to the stage before; the last stage computes the loss. The orders
-equal those of `torch.distributed.pipelining` (a test compares them). They are executed here for two reasons: FSDP must
-be told, unit by unit, which backward is the last; and every transfer must be known, and declared, before the step.
+them. Hidden states go to the next stage, their gradients to the stage before; the last stage computes the loss. The
+orders equal those of `torch.distributed.pipelining` (a test compares them). They are executed here for two reasons:
+FSDP must be told, unit by unit, which backward is the last; and every transfer must be known, and declared, before the
+step.
 
 Legend: B rows, T tokens of a row on this rank, D hidden size.
 """

@@ -88,7 +88,7 @@ def calls(step: Step) -> Iterator[Call]:
 
 
 @dataclass(frozen=True)
-class Stages(Edit):
+class RunStages(Edit):
     kind = "attribute"
 
 
@@ -101,7 +101,7 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     stages, own = plan.placement.stages, set(plan.placement.own_stages)
     if stages.count == 1:
         return
-    yield Stages("", "pp", f"runs one stage at a time, of {', '.join(map(str, sorted(own)))}")
+    yield RunStages("", "pp", f"runs one stage at a time, of {', '.join(map(str, sorted(own)))}")
     for module, where in stages.stages_of_module.items():
         if not own & set(where):
             yield Stub(module, "pp", f"it runs in stage {', '.join(map(str, where))}")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.parallel.context.runtime import ContextParallel
-from fivefold.parallel.pipeline.spec import Stages, Stub
+from fivefold.parallel.pipeline.spec import RunStages, Stub
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.state import Builders
 from fivefold.parallel.tensor.runtime import TensorParallel
@@ -157,7 +157,7 @@ def _given_out(slot: _Slot | None) -> Tensor:
 def stage_builders(staged: StageModules) -> Builders:
     """Builders that put stubs into a model, in place of other ranks' modules."""
     return {
-        Stages: lambda *_: _find_views(staged),
+        RunStages: lambda *_: _find_views(staged),
         Stub: lambda _, edit: _place(staged.model, {edit.path: staged.stubs[edit.path]}),
     }
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fivefold.models.attention import KEEPS
 from fivefold.ops.keep import Forward, contexts, graph_contexts, save_nothing, save_outputs, save_reduced_only
-from fivefold.parallel.recompute.spec import Recompute, SaveAttention, SaveLinear, Saves
+from fivefold.parallel.recompute.spec import RecomputeLayer, SaveAttention, SaveLinear, Saves
 from fivefold.parallel.state import Builders, ParallelState
 
 _SAVING: dict[Saves, Callable[[Forward], Forward]] = {
@@ -24,7 +24,7 @@ def builders(state: ParallelState) -> Builders:
     def save_linear(linear: Any, edit: SaveLinear) -> None:
         linear.forward = outside(_SAVING[edit.saves](linear.forward))
 
-    def recompute(layer: Any, edit: Recompute) -> None:
+    def recompute(layer: Any, edit: RecomputeLayer) -> None:
         around = graph_contexts if edit.in_graph else contexts
         more: dict[str, Any] = {"context_fn": around} if edit.is_selective else {}
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **more)
@@ -32,5 +32,5 @@ def builders(state: ParallelState) -> Builders:
     return {
         SaveAttention: lambda module, _: setattr(module, KEEPS, lambda forward: outside(save_outputs(forward))),
         SaveLinear: save_linear,
-        Recompute: recompute,
+        RecomputeLayer: recompute,
     }

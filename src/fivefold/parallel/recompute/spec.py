@@ -53,7 +53,7 @@ class SaveLinear(Edit):
 
 
 @dataclass(frozen=True)
-class Recompute(Edit):
+class RecomputeLayer(Edit):
     """Recompute a layer in backward. `in_graph`: inside of its graph. `is_selective`: save expensive results."""
 
     kind = "forward"
@@ -93,7 +93,7 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     return (edit for edit in _edits_of_layers(plan) if not edit.in_graph)
 
 
-def _edits_of_layers(plan: ParallelPlan) -> Iterator[Recompute]:
+def _edits_of_layers(plan: ParallelPlan) -> Iterator[RecomputeLayer]:
     why = {
         "selective": "all but products and attention is computed again in backward",
         "full": "its activations are computed again in backward",
@@ -101,7 +101,7 @@ def _edits_of_layers(plan: ParallelPlan) -> Iterator[Recompute]:
     for layer in filter(plan.recompute.wraps, plan.placement.layers):
         in_graph = plan.compiled and plan.feature(GraphPlan).is_one_graph(layer)
         mode = plan.recompute.of(layer)
-        yield Recompute(layer, "recompute", why[mode], in_graph, mode == "selective")
+        yield RecomputeLayer(layer, "recompute", why[mode], in_graph, mode == "selective")
 
 
 def kept_bytes(step: LayerStep, numbers: LayerNumbers, layer: LayerBytes) -> LayerBytes:
