@@ -45,8 +45,8 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.collectives import Collective, total
 from fivefold.parallel.context.spec import SharedRows, hops, tokens_of
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.mesh import record
 from fivefold.parallel.ranks import tokens_by_rank
-from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import accumulate as gradients_of

@@ -32,8 +32,7 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.collectives import by_group, differing, total
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.recorder import record
+from fivefold.parallel.mesh import Mesh, record
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import build_optimizer, rule_for

@@ -103,7 +103,7 @@ def _steps(case: Rehearsal) -> Seen:
     from fivefold.models.build import build_meta
     from fivefold.ops.linear import WeightGradStore
     from fivefold.parallel import apply
-    from fivefold.parallel.recorder import record
+    from fivefold.parallel.mesh import record
     from fivefold.parallel.state import state_of
     from fivefold.training import step
     from fivefold.training.optimizers import build_optimizer

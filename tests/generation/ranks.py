@@ -20,7 +20,7 @@ from fivefold.models.build import build_meta
 from fivefold.models.sources import ModelTensors
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.collectives import by_group, total
-from fivefold.parallel.recorder import record
+from fivefold.parallel.mesh import record
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import declare, step_shape, train_step

@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM
 from fivefold.checkpoint import export
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
-from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
-from fivefold.models.discover import trace
+from fivefold.models.discover import anatomy_of, trace
 from fivefold.models.forwards import check_lengths, check_slices
 from fivefold.models.partition import derive
 from fivefold.models.recipe import buffer_values
@@ -248,7 +247,7 @@ Run = tuple[Path, Path]  # the folder that `transformers` saved, the run that st
 def layout_of(case: Case) -> str:
     """Tensor parallel, with the sequence split where the family allows it."""
     model = build_meta(hf_config(case))
-    anatomy = Anatomy.of(model)
+    anatomy = anatomy_of(model)
     partition = derive(model, anatomy, trace(model, anatomy))
     return "tp2+nosp+fp32" if partition.sequence_parallel_refusal else "tp2+fp32"
 

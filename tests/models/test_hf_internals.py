@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from fivefold.models import attention, hf_internals
-from fivefold.models.anatomy import Anatomy
 from fivefold.models.attention import NAME
 from fivefold.models.build import build_meta
-from fivefold.models.discover import trace
+from fivefold.models.discover import anatomy_of, trace
 from fivefold.models.partition import PROVED, derive
 from fivefold.models.recipe import buffer_values, check_drawable, read_recipe
 from tests.families import TINY
@@ -28,7 +27,7 @@ def test_contract(subtests):
     for family in FAMILIES:
         with subtests.test(msg=family):
             model = build_meta(hf_config(Case("single", family)))
-            anatomy = Anatomy.of(model)
+            anatomy = anatomy_of(model)
             assert model.config._attn_implementation == NAME
             assert getattr(model, hf_internals.base_prefix(model)) is model.base_model is not model
             assert len(anatomy.layers) == model.config.num_hidden_layers == 3
@@ -49,7 +48,7 @@ def test_contract_plan(subtests):
             places = {*modules, *dict(model.named_parameters())}
             for key in plan:
                 assert any(key.replace("*", str(layer)) in places for layer in range(3)), key
-            anatomy = Anatomy.of(model)
+            anatomy = anatomy_of(model)
             partition = derive(model, anatomy, trace(model, anatomy))
             assert partition.refusal is None and partition.is_proved
             ((query, kv),) = partition.heads
@@ -69,7 +68,7 @@ def test_contract_ties(subtests):
     for family, tied in product(FAMILIES, [False, True]):
         with subtests.test(family=family, tied=tied):
             model = build_meta(hf_config(Case("single", family, tied=tied)))
-            anatomy = Anatomy.of(model)
+            anatomy = anatomy_of(model)
             pair = {f"{anatomy.head}.weight": anatomy.embedding_weight}
             assert anatomy.tied is tied
             assert hf_internals.tied_parameters(model) == (pair if tied else {})
@@ -88,7 +87,7 @@ def test_contract_attention(family, monkeypatch):
         return attention.attention_forward(module, query, key, value, attention_mask, cu_seqlens=cu_seqlens, **kwargs)
 
     model = build_meta(hf_config(Case("single", family)))
-    forgetful = {layer for layer, _ in trace(model, Anatomy.of(model)).forgetful}
+    forgetful = {layer for layer, _ in trace(model, anatomy_of(model)).forgetful}
     values = buffer_values(model)
     hf_internals.register_attention("spied", spied, attention.mask_asked_for)
     hf_internals.select_attention(model, "spied")

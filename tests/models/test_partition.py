@@ -26,9 +26,8 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from fivefold.core.errors import UserError
-from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta, without_dropout
-from fivefold.models.discover import facts_of, trace
+from fivefold.models.discover import anatomy_of, facts_of, trace
 from fivefold.models.forwards import check_rows
 from fivefold.models.partition import FeatureGroup, Partition, by_features, derive, pairs_of
 from fivefold.models.record import RESIDUAL, BlockTrace, MixesTokens, ModuleCall, Untraceable
@@ -40,7 +39,7 @@ from tests.parity import Case, hf_config
 
 
 def partition_of(model) -> Partition:
-    anatomy = Anatomy.of(model)
+    anatomy = anatomy_of(model)
     return derive(model, anatomy, trace(model, anatomy))
 
 
@@ -263,7 +262,7 @@ def test_tokens_that_meet_outside_of_attention_are_refused(monkeypatch, where):
 
     model = changed(monkeypatch, forward)
     with pytest.raises(MixesTokens, match=r"model\.layers\.0 lets tokens meet"):
-        trace(model, Anatomy.of(model))
+        trace(model, anatomy_of(model))
 
 
 def test_tokens_that_meet_in_a_module_of_few_parameters_are_refused(monkeypatch):
@@ -288,7 +287,7 @@ def test_tokens_that_meet_in_a_module_of_few_parameters_are_refused(monkeypatch)
     )
     model = changed(monkeypatch, forward)
     with pytest.raises(MixesTokens):
-        trace(model, Anatomy.of(model))
+        trace(model, anatomy_of(model))
 
 
 def test_attention_that_swallows_the_bounds_is_refused(monkeypatch):
@@ -303,7 +302,7 @@ def test_attention_that_swallows_the_bounds_is_refused(monkeypatch):
     monkeypatch.setattr(modeling_nemotron.NemotronAttention, "forward", forward)
     model = build_meta(hf_config(Case("single", "nemotron")))
     with pytest.raises(Untraceable, match="is not given the bounds"):
-        trace(model, Anatomy.of(model))
+        trace(model, anatomy_of(model))
 
 
 @pytest.mark.parametrize("heads", [(5, 5), (10, 5), (14, 7), (15, 5)])
@@ -385,7 +384,7 @@ def test_a_parameter_that_does_nothing_is_refused():
 
 def test_layers_that_do_not_hand_the_bounds_on_are_known():
     model = build_meta(hf_config(Case("single", "nemotron")))
-    assert trace(model, Anatomy.of(model)).forgetful == [
+    assert trace(model, anatomy_of(model)).forgetful == [
         (f"model.layers.{i}", f"model.layers.{i}.self_attn") for i in range(3)
     ]
 
@@ -396,14 +395,14 @@ def test_a_forward_that_fails_says_how(monkeypatch):
 
     model = changed(monkeypatch, forward)
     with pytest.raises(Untraceable, match="ValueError: not today"):
-        trace(model, Anatomy.of(model))
+        trace(model, anatomy_of(model))
 
 
 def test_models_that_attend_by_code_of_their_own_are_refused():
     """Packed documents would see each other, and with the masks of our attention every token its future."""
     model = build_meta(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=101, bos_token_id=None))
     with pytest.raises(Untraceable):
-        trace(model, Anatomy.of(model))
+        trace(model, anatomy_of(model))
     with pytest.raises(UserError, match="attends by code of its own"):
         build_meta(FalconConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=101))
 
@@ -469,11 +468,11 @@ LLAMA4 = {
 def test_what_a_model_counts_in_a_row_holds_up_to_a_length():
     """Llama 4 scales queries by their place in the row, from `floor_scale` tokens on."""
     model = build_meta(Llama4TextConfig(**LLAMA4, floor_scale=3000))
-    counted = trace(model, Anatomy.of(model)).counted
+    counted = trace(model, anatomy_of(model)).counted
     assert counted.name == "model.layers.3.self_attn" and 3000 * 7 // 8 <= counted.most <= 3000
     model = build_meta(Llama4TextConfig(**LLAMA4, floor_scale=2))
     with pytest.raises(Untraceable, match="counts the tokens of a row"):
-        trace(model, Anatomy.of(model))
+        trace(model, anatomy_of(model))
     ids = torch.zeros(1, counted.most + 1, dtype=torch.long)
     check_rows(counted.name, counted.most, 1, model.model, (), {"input_ids": ids})  # each row a document
     check_rows(counted.name, counted.most, 1, model.model, (), {"input_ids": ids[:, 1:], "cu_seqlens": torch.zeros(3)})
@@ -510,6 +509,6 @@ def test_several_streams_are_not_split_over_tp_or_pp():
         activation_sparsity_pattern=[0.0] * 3, laurel_rank=4,
     )  # fmt: skip
     model = build_meta(config)
-    traced = trace(model, Anatomy.of(model))
+    traced = trace(model, anatomy_of(model))
     assert traced.carried is not None
-    assert "several streams" in derive(model, Anatomy.of(model), traced).refusal
+    assert "several streams" in derive(model, anatomy_of(model), traced).refusal

@@ -6,9 +6,8 @@ from transformers import Gemma3Config, RobertaConfig
 from transformers.models.roberta.modeling_roberta import RobertaEmbeddings
 
 from fivefold.core.errors import UserError
-from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
-from fivefold.models.discover import trace
+from fivefold.models.discover import anatomy_of, trace
 from fivefold.models.forwards import behind_padding, count_behind_padding
 from fivefold.models.record import Untraceable
 from tests.models import tiny
@@ -40,7 +39,7 @@ def test_tokens_that_join_a_cache_go_on_from_it():
 
 def test_a_trace_finds_the_padding_token():
     model = build_meta(roberta())
-    assert trace(model, Anatomy.of(model)).padding == PADDING
+    assert trace(model, anatomy_of(model)).padding == PADDING
 
 
 def test_positions_of_no_known_rule_are_refused(monkeypatch):
@@ -49,7 +48,7 @@ def test_positions_of_no_known_rule_are_refused(monkeypatch):
     monkeypatch.setattr(RobertaEmbeddings, "create_position_ids_from_input_ids", elsewhere)
     model = build_meta(roberta())
     with pytest.raises(Untraceable, match="positions that it counts"):
-        trace(model, Anatomy.of(model))
+        trace(model, anatomy_of(model))
 
 
 def test_a_document_that_is_too_long_for_the_places_is_refused():
@@ -65,6 +64,6 @@ def test_of_two_towers_the_one_that_tokens_reach_is_the_decoder():
     vision = {"hidden_size": 32, "intermediate_size": 53, "num_attention_heads": 4, "image_size": 16, "patch_size": 16}
     config = Gemma3Config(text_config=text, vision_config=vision | {"num_hidden_layers": text["num_hidden_layers"]})
     model = build_meta(config)
-    anatomy = Anatomy.of(model)
+    anatomy = anatomy_of(model)
     assert anatomy.layers == tuple(f"model.language_model.layers.{at}" for at in range(3))
     assert len(trace(model, anatomy).blocks) == 3

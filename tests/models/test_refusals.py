@@ -15,9 +15,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama import modeling_llama
 
 from fivefold.core.errors import UserError
-from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
-from fivefold.models.discover import trace
+from fivefold.models.discover import anatomy_of, trace
 from fivefold.models.record import Untraceable
 from tests.models import tiny
 
@@ -27,7 +26,7 @@ OPT = {"hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 53, "num_attention_
 
 def traced(config):
     model = build_meta(config)
-    return trace(model, Anatomy.of(model))
+    return trace(model, anatomy_of(model))
 
 
 def mlp_that(change, monkeypatch):
@@ -111,12 +110,12 @@ def test_what_a_forward_does_around_its_base_is_refused(kind, said):
     """Training would leave it out, or do it to some of the tokens at a time."""
     model = build_meta(LlamaConfig(**tiny.SIZES), model_class=kind)
     with pytest.raises(Untraceable, match=said):
-        trace(model, Anatomy.of(model))
+        trace(model, anatomy_of(model))
 
 
 def test_a_forward_that_makes_logits_of_each_hidden_state_is_not_refused():
     model = build_meta(LlamaConfig(**tiny.SIZES), model_class=Scaling)
-    assert "other_head" in trace(model, Anatomy.of(model)).to_logits
+    assert "other_head" in trace(model, anatomy_of(model)).to_logits
 
 
 def failing(mlp, x):

@@ -45,7 +45,7 @@ def test_facts_of_a_shape_come_without_a_trace(name: str, monkeypatch: pytest.Mo
     assert facts_of_config(name) == found
     assert found.size == PARAMETERS[name]
     assert found.partition.refusal is None and found.partition.sequence_parallel_refusal is None
-    assert found.anatomy == discover.Anatomy.of(model)
+    assert found.anatomy == discover.anatomy_of(model)
     assert found.parameters == discover._parameters(model)
     active = sum(cost.active for cost in found.layer_costs) + sum(each.weights for each in found.outside)
     assert active == pytest.approx(ACTIVE.get(name, active), rel=0.1)  # published with the embedding

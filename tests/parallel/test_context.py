@@ -23,9 +23,8 @@ from fivefold.parallel.features import calls
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.legality import violations
 from fivefold.parallel.lower import lower
-from fivefold.parallel.mesh import build_mesh
+from fivefold.parallel.mesh import build_mesh, record
 from fivefold.parallel.ranks import RankGrid, row_blocks, tokens_by_rank
-from fivefold.parallel.recorder import record
 from tests.parity import Case, refusal
 from tests.plain_attention import reference_attention
 from tests.pool import run_ranks

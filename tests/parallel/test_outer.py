@@ -23,10 +23,10 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
+from fivefold.parallel.mesh import record
 from fivefold.parallel.nodes.levels import mean_in_order
 from fivefold.parallel.outer import spec
 from fivefold.parallel.outer.runtime import OuterSteps
-from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.planner.estimate import PricedStep, Workload
 from fivefold.planner.price import PriceList

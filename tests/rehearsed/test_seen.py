@@ -27,7 +27,7 @@ from fivefold.rehearsal.request import (
     Sync,
 )
 from fivefold.rehearsal.stand_in import Lack
-from fivefold.rehearsal.stream_order import COLLECTIVE, KINDS, LAUNCH, RECORD, WAIT, Communicator, Entry, issued
+from fivefold.rehearsal.stream_order import COLLECTIVE, KINDS, LAUNCH, RECORD, WAIT, Communicator, StreamRequest, issued
 from fivefold.rehearsal.watch import RankWatch, Running, items, line_of, made_by, peak_of
 from fivefold.report.findings import to_html
 from fivefold.training.memory import asked_bytes
@@ -36,20 +36,20 @@ GIB, GROUPS = 2**30, {7: Communicator("tp", 4), 8: Communicator("cp", 1), 9: Com
 COMPUTE, OTHER = 0, 5  # streams
 
 
-def kernel(stream: int = COMPUTE) -> Entry:
-    return Entry(LAUNCH, 0, stream, 0, 0, 0)
+def kernel(stream: int = COMPUTE) -> StreamRequest:
+    return StreamRequest(LAUNCH, 0, stream, 0, 0, 0)
 
 
-def record(event: int, stream: int) -> Entry:
-    return Entry(RECORD, 0, stream, event, 0, 0)
+def record(event: int, stream: int) -> StreamRequest:
+    return StreamRequest(RECORD, 0, stream, event, 0, 0)
 
 
-def wait(event: int, stream: int) -> Entry:
-    return Entry(WAIT, 0, stream, event, 0, 0)
+def wait(event: int, stream: int) -> StreamRequest:
+    return StreamRequest(WAIT, 0, stream, event, 0, 0)
 
 
-def collective(kind: str, stream: int = OTHER, *, of: int = 7, size: int = 100, group: int = 0) -> Entry:
-    return Entry(COLLECTIVE, KINDS.index(kind), stream, of, size, group)
+def collective(kind: str, stream: int = OTHER, *, of: int = 7, size: int = 100, group: int = 0) -> StreamRequest:
+    return StreamRequest(COLLECTIVE, KINDS.index(kind), stream, of, size, group)
 
 
 # ---- collectives in stream order -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from fivefold.config import ObjectiveSection
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
 from fivefold.parallel.collectives import Collective, by_group, differing, total
 from fivefold.parallel.fp8.scales import Fp8Scales
-from fivefold.parallel.recorder import record
+from fivefold.parallel.mesh import record
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.objectives import Ratings, metrics_of, pair_losses

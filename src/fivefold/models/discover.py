@@ -8,7 +8,7 @@ Tracing depends on the class and config of a model, on its trained parameters, a
 tracer. The cache key covers all of these, so a second start, a second rank or a second layout reads the facts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -64,7 +64,7 @@ def facts_of(model: Any) -> ModelFacts:
 
 def facts_of_deep(model: Any) -> ModelFacts:
     """`facts_of` for a deep model on the meta device: traces only a few layers of each kind."""
-    layers = Anatomy.of(model).layers
+    layers = anatomy_of(model).layers
     if (cut := cut_of(model)) is not None:
         short, like = cut
         with suppress(ValueError):
@@ -81,12 +81,12 @@ def cut_of(model: Any) -> tuple[Any, list[int]] | None:
     Layers match if the config says the same of both and their parameters have the same names and shapes. DeepSeek-V3
     with 61 layers is cut to a dense one and one with experts, [0, 0, 0, 1, 1, ..., 1].
     """
-    anatomy = Anatomy.of(model)
+    anatomy = anatomy_of(model)
     try:
         short = build_meta(fewer_layers(model.config, _TRACED), model_class=type(model))
     except UserError:
         return None
-    own = Anatomy.of(short).layers
+    own = anatomy_of(short).layers
     if len(own) >= len(anatomy.layers):
         return None
     kept, said = layers_kept(model.config, _TRACED)
@@ -125,7 +125,7 @@ def _key(model: Any) -> str | None:
 
 
 def _found(model: Any) -> ModelFacts:
-    anatomy = Anatomy.of(model)
+    anatomy = anatomy_of(model)
     try:
         traced = trace(model, anatomy)
         experts = tuple(_with_features(model, block) for block in traced.experts)
@@ -419,3 +419,66 @@ def _same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return len(one) == len(other) and all(
         x.shape == y.shape and (x.is_meta or torch.equal(x, y)) for x, y in zip(one, other, strict=True)
     )
+
+
+# ---- the parts of a model --------------------------------------------------------------------------------------------
+
+
+def anatomy_of(model: PreTrainedModel) -> Anatomy:
+    """The parts of `model`, which may be on the meta device. Raises `UserError` where a part cannot be found."""
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is None or head is None:
+        raise UserError(f"{type(model).__name__} has no token embedding or no output head; only causal LMs are trained")
+    return Anatomy(
+        model_class=type(model).__name__,
+        base=hf_internals.base_prefix(model),
+        embedding=names[id(embedding)],
+        layers=_layers(model, names),
+        head=names[id(head)],
+        tied=head.weight is embedding.weight,
+    )
+
+
+def _layers(model: PreTrainedModel, names: Mapping[int, str]) -> tuple[str, ...]:
+    """The decoder blocks: the list in the base model of the classes that the model calls its blocks, or else the list
+    with one entry per hidden layer. Among several (an image tower has layers too), the one that tokens reach."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    blocks = hf_internals.block_classes(model)
+    lists = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    of_blocks = [m for m in lists if all(type(layer).__name__ in blocks for layer in m)]
+    of_count = [m for m in of_blocks or lists if len(m) == count]
+    stated = of_count or of_blocks
+    if len(stated) > 1:
+        reached = _reached(model, [names[id(module)] for module in stated])
+        stated = [module for module in stated if names[id(module)] in reached] or stated
+    if len(stated) == 1:
+        return tuple(names[id(layer)] for layer in stated[0])
+    name = type(model).__name__
+    found = ", ".join(names[id(module)] for module in stated)
+    raise UserError(
+        f"{name} has {len(stated)} stacks of layers ({found})" if stated else f"{name} has no list of its layers",
+        fix="use a model whose layers stand in one ModuleList; of one for images and text, the model of the text alone",
+    )
+
+
+def _reached(model: PreTrainedModel, stacks: Sequence[str]) -> set[str]:
+    """The lists of layers that a forward of token ids reaches, as far as it runs without values. A list counts if the
+    forward enters it, or the part of the model that holds this list alone."""
+    copy = hf_internals.copy_on_meta(model, "eager")
+    entered: set[str] = set()
+    for stack in stacks:
+        for name in (_holder(stack, stacks), f"{stack}.0"):
+            copy.get_submodule(name).register_forward_pre_hook(lambda *_, stack=stack: entered.add(stack))
+    ids = torch.zeros(1, 5, dtype=torch.long, device="meta")
+    with torch.no_grad(), suppress(Exception):
+        copy(input_ids=ids, use_cache=False)
+    return entered
+
+
+def _holder(stack: str, stacks: Sequence[str]) -> str:
+    """The largest part of a model that contains `stack` and no other of `stacks`."""
+    held = stack
+    while (outer := held.rpartition(".")[0]) and [stack for stack in stacks if is_within(stack, [outer])] == [stack]:
+        held = outer
+    return held

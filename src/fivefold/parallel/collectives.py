@@ -1,6 +1,6 @@
 """Collectives as data: those that a plan declares for a step, and those that a run sent. No torch.
 
-`features.py` lists every call of a step, `recorder.py` observes the dispatcher; a test compares the sums of the two.
+`features.py` lists every call of a step, `mesh.record` observes the dispatcher; a test compares the sums of the two.
 Bytes are those of the larger buffer, the gathered or the unreduced one, on one rank. For an all-to-all they are what
 the rank sends; for a `send` or `recv` between two ranks, the message.
 """

@@ -1,21 +1,25 @@
-"""The process groups of a layout, and the device meshes that FSDP takes.
+"""The process groups of a layout, the device meshes that FSDP takes, and a record of what a run sends over the groups.
 
 `RankGrid` says which ranks form a group. An axis that spans the world uses the world's own group. NCCL makes all groups
 of an axis by one split of the world's communicator, if that is bound to a device. Other backends make them one by one.
 On a CPU, the ranks of a group that are all on one machine share memory (`ops/cpu`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from fivefold.ops.cpu import shared_memory
+from fivefold.parallel.collectives import Collective
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import APART, RankGrid
-from fivefold.torch_internals import can_split_world, timeout_of_world
+from fivefold.torch_internals import Dispatch, can_split_world, group_among, timeout_of_world
 
 
 @dataclass(frozen=True)
@@ -99,3 +103,43 @@ def _own_group(groups: Sequence[list[int]], axis: str, device_type: str) -> dist
         if dist.get_rank() in ranks:
             mine = group
     return mine
+
+
+# ---- what a run sends: every collective that this rank issues, noted at the dispatcher -------------------------------
+
+# Operator name (namespaces c10d and _c10d_functional) -> (kind, which buffer is the larger one).
+_KINDS = {
+    "_allgather_base_": ("all_gather", "first"),
+    "all_gather_into_tensor": ("all_gather", "result"),
+    "_reduce_scatter_base_": ("reduce_scatter", "second"),
+    "reduce_scatter_tensor": ("reduce_scatter", "first"),
+    "allreduce_": ("all_reduce", "first"),
+    "all_reduce": ("all_reduce", "first"),
+    "all_reduce_": ("all_reduce", "first"),
+    "broadcast_": ("broadcast", "first"),
+    "alltoall_base_": ("all_to_all", "second"),
+    "all_to_all_single": ("all_to_all", "first"),
+    "send": ("send", "first"),
+    "recv_": ("recv", "first"),
+}
+
+
+@contextmanager
+def record(mesh: Mesh) -> Iterator[list[Collective]]:
+    """Collect every collective that this rank issues inside the block (groups of one rank left out)."""
+    found: list[Collective] = []
+
+    def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = operator(*args, **kwargs)
+        name = operator.overloadpacket.__name__
+        if operator.namespace in ("c10d", "_c10d_functional") and name in _KINDS:
+            kind, which = _KINDS[name]
+            group_name, size = group_among(args)
+            if size > 1:
+                buffer = result if which == "result" else args[which == "second"]
+                volume = sum(tensor.nbytes for tensor in tree_leaves(buffer) if isinstance(tensor, torch.Tensor))
+                found.append(Collective(mesh.axis_of(group_name), kind, 1, volume))
+        return result
+
+    with Dispatch(run):
+        yield found

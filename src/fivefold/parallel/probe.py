@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from fivefold.core.errors import UserError
 from fivefold.data.batch import IGNORE
 from fivefold.models import hf_internals
-from fivefold.models.anatomy import Anatomy, is_within
+from fivefold.models.anatomy import is_within
 from fivefold.models.build import build_meta
+from fivefold.models.discover import anatomy_of
 from fivefold.models.fewer_layers import fewer_layers
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import ModelTensors
@@ -68,7 +69,7 @@ def check(model: Any, layout: Layout, device: torch.device, parallelize: Paralle
 def _first_experts(model: Any) -> int:
     """Number of layers up to the first with experts; 0 without."""
     names = [name for name, module in model.named_modules() if hf_internals.is_experts(module)]
-    layers = Anatomy.of(model).layers
+    layers = anatomy_of(model).layers
     return next((at for at, layer in enumerate(layers, 1) if any(is_within(name, [layer]) for name in names)), 0)
 
 

@@ -18,9 +18,9 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "s
 _BY_RANK = ("all_gather", "reduce_scatter", "all_to_all")  # NCCL gets the size of one rank's part
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A request of the host to a stream, in order: a kernel, an event to record or to wait for, or a collective.
+class StreamRequest(ctypes.Structure):
+    """A request of the host to a stream, as `driver.c` notes it, in order: a kernel, an event to record or to wait for,
+    or a collective.
 
     `object`: the event, or the communicator. `kind`, `bytes`: of the collective, as passed to NCCL. `group`: the same
     for calls that NCCL got as one group; 0: alone.
@@ -32,9 +32,6 @@ class Entry:
     object: int
     bytes: int
     group: int
-
-
-class _Entry(ctypes.Structure):
     _fields_ = (
         ("what", ctypes.c_int32), ("kind", ctypes.c_int32), ("stream", ctypes.c_uint64), ("object", ctypes.c_uint64),
         ("bytes", ctypes.c_int64), ("group", ctypes.c_int64),
@@ -55,7 +52,7 @@ class Driver:
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
         self._library.rehearsal_count.restype = ctypes.c_long
-        self._library.rehearsal_entries.restype = ctypes.POINTER(_Entry)
+        self._library.rehearsal_entries.restype = ctypes.POINTER(StreamRequest)
 
     def counts(self) -> Counts:
         return Counts(*(int(self._library.rehearsal_count(which)) for which in range(2)))
@@ -75,7 +72,7 @@ class Driver:
             self._library.rehearsal_on_sync(None)
 
     @contextmanager
-    def noting(self, noted: list[Entry]) -> Iterator[None]:
+    def noting(self, noted: list[StreamRequest]) -> Iterator[None]:
         """Inside, note the requests; afterwards they are in `noted`."""
         self._library.rehearsal_note(1)
         try:
@@ -84,8 +81,7 @@ class Driver:
             self._library.rehearsal_note(0)
             count = ctypes.c_long()
             entries = self._library.rehearsal_entries(ctypes.byref(count))
-            fields = [name for name, _ in _Entry._fields_]
-            noted += [Entry(*(getattr(entries[at], name) for name in fields)) for at in range(count.value)]
+            noted += [StreamRequest.from_buffer_copy(entries[at]) for at in range(count.value)]
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ class Issued:
     exposed: bool
 
 
-def issued(entries: Sequence[Entry], groups: Mapping[int, Communicator]) -> list[Issued]:
+def issued(entries: Sequence[StreamRequest], groups: Mapping[int, Communicator]) -> list[Issued]:
     """The collectives of `entries` in order; `groups`: by communicator. Groups of one rank send nothing."""
     exposed = _exposed(entries)
     found = []
@@ -126,7 +122,7 @@ def issued(entries: Sequence[Entry], groups: Mapping[int, Communicator]) -> list
     return found
 
 
-def _calls(entries: Sequence[Entry]) -> Iterator[list[int]]:
+def _calls(entries: Sequence[StreamRequest]) -> Iterator[list[int]]:
     """Indices of collectives; those that NCCL got as one group, together."""
     together: dict[tuple[int, int], list[int]] = defaultdict(list)
     for at, entry in enumerate(entries):
@@ -135,13 +131,13 @@ def _calls(entries: Sequence[Entry]) -> Iterator[list[int]]:
     yield from together.values()
 
 
-def _is_exchange(entries: Iterable[Entry], size: int) -> bool:
+def _is_exchange(entries: Iterable[StreamRequest], size: int) -> bool:
     """True if a group of calls sends to and receives from every rank: torch's all-to-all of uneven parts."""
     kinds = Counter(KINDS[entry.kind] for entry in entries)
     return kinds["send"] == kinds["recv"] == size
 
 
-def _exposed(entries: Sequence[Entry]) -> set[int]:
+def _exposed(entries: Sequence[StreamRequest]) -> set[int]:
     """Indices of collectives that the compute stream waits for without a kernel since they could begin.
 
     `ran[s]`: how many kernels of the compute stream are certain to be done at the current point of stream s.

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fivefold import torch_internals
+from fivefold.config import parse_config
 from fivefold.core.text import any_layer
 from fivefold.parallel.collectives import Collective, by_group, total
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.recorder import record
+from fivefold.parallel.mesh import Mesh, record
 from fivefold.parallel.state import state_of
 from fivefold.rehearsal.request import (
     MemoryItem,
@@ -36,7 +36,10 @@ from fivefold.rehearsal.request import (
     SentOverAxis,
     Sync,
 )
-from fivefold.rehearsal.stream_order import Communicator, Driver, Entry, issued
+from fivefold.rehearsal.stream_order import Communicator, Driver, StreamRequest, issued
+from fivefold.training import run
+from fivefold.training.checkpoints import CheckpointManager
+from fivefold.training.evaluation import Evaluation
 from fivefold.training.memory import asked_bytes
 from fivefold.training.optimizers import rule_for
 from fivefold.training.step import declare, step_shape, train_step
@@ -188,10 +191,6 @@ class RankWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, the parts of a run are recorded as phases."""
-        from fivefold.training import run
-        from fivefold.training.checkpoints import CheckpointManager
-        from fivefold.training.evaluation import Evaluation
-
         torch_internals.compiles()  # starts recording them
         with ExitStack() as stack:
             if self.full:
@@ -294,7 +293,7 @@ class RankWatch:
     @contextmanager
     def _sending(self, model: Any, batch: Sequence[Any]) -> Iterator[None]:
         """Inside, note the collectives of a step; then compare them with those that its plan declares."""
-        mesh, noted, seen = state_of(model).mesh, list[Entry](), list[Collective]()
+        mesh, noted, seen = state_of(model).mesh, list[StreamRequest](), list[Collective]()
         is_compiled = state_of(model).plan.compiled
         exposed: Counter[tuple[str, str]] | None = None
         # Dynamo compiles nothing under the recorder, a mode of the dispatcher.
@@ -311,8 +310,6 @@ class RankWatch:
         self.sent = _against_plan(total(seen), self._declared(model, batch), exposed)
 
     def _declared(self, model: Any, batch: Sequence[Any]) -> tuple[Collective, ...]:
-        from fivefold.config import parse_config
-
         config = parse_config(self.request.config)
         chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
         rows, tokens = batch[0].input_ids.shape

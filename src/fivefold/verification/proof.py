@@ -30,8 +30,8 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.dtypes import COMPUTE_DTYPES, master_dtype
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.loss.tasks import TopLogProbs
+from fivefold.parallel.mesh import record
 from fivefold.parallel.plain import everywhere
-from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.training import checks, preference
 from fivefold.training import step as training
