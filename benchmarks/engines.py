@@ -25,7 +25,7 @@ from fivefold.parallel.placement import stage_plan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.policy import budget_bytes
 from fivefold.planner.estimate import Estimate, Parts, PricedStep, Workload, resolved
-from fivefold.planner.parts import ITEMS, Content, Prices, RankShards, Seconds
+from fivefold.planner.parts import ITEMS, Content, Prices, RankShards, Seconds, cached_method
 from fivefold.planner.price import AXES, Forward, PriceList, Pricing, of_passes
 from fivefold.planner.rank_memory import GATHERED, SAVED, WAITING, all_units, in_flight_bytes, state_bytes
 from fivefold.planner.timing import Product, Traits, attention_seconds, matmul_seconds, traffic_seconds
@@ -261,13 +261,12 @@ class TrainerPrices(PriceList):
     def changed(self, cluster: Cluster, engine: Engine) -> "TrainerPrices":
         """Prices of the same layouts on another cluster and for a trainer of other traits, from the same plans."""
         other = replace(self, cluster=cluster, engine=engine)
-        other._plans, other._calls = self._plans, self._calls
+        other.plan, other._calls = self.plan, self._calls
         return other
 
+    @cached_method
     def plan(self, layout: Layout) -> ParallelPlan:
-        if layout not in self._plans:
-            self._plans[layout] = replace(lower(self.short, _plainly(layout), 0), in_copies=False)
-        return self._plans[layout]
+        return replace(lower(self.short, _plainly(layout), 0), in_copies=False)
 
     def shards(self, layout: Layout) -> RankShards:
         return super().shards(_plainly(layout))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fivefold.core.schedule import Kind
 from fivefold.parallel.layout import Layout
 from fivefold.planner.flow import Gathers, StagesInFlight, gathers, span, stages_in_flight
-from fivefold.planner.parts import Content, Numbers, RankShards, Stages
+from fivefold.planner.parts import Content, Numbers, RankShards, Stages, cached_method
 from fivefold.planner.rank_memory import (
     WAITING,
     in_flight_bytes,
@@ -83,7 +83,6 @@ class Bounding:
 
     space: Space
     _shards: list[RankShards] = field(init=False, default_factory=list)
-    _transfer: dict[int, Numbers] = field(init=False, default_factory=dict)
     _resting: dict[tuple[Content, bool], dict[tuple[int, ...], Numbers]] = field(init=False, default_factory=dict)
     _edges: dict[tuple[int, int, int, Content], tuple[float, ...]] = field(init=False, default_factory=dict)
 
@@ -184,12 +183,10 @@ class Bounding:
         found = [gathers(rows.pipeline, count, zero) for zero, count in alike.values]
         return Gathers(*(np.stack([getattr(bounds, name) for bounds in found])[alike.of] for name in _names(Gathers)))
 
+    @cached_method
     def transfer(self, pp: int) -> Numbers:
         """Seconds to send hidden states between pipeline ranks, for each micro batch of `Space.works`."""
-        if pp not in self._transfer:
-            prices, works = self.space.prices, self.space.works
-            self._transfer[pp] = np.array([transfer_seconds(prices, sent, pp) for _, _, sent in works])
-        return self._transfer[pp]
+        return np.array([transfer_seconds(self.space.prices, sent, pp) for _, _, sent in self.space.works])
 
     # ---- computations ------------------------------------------------------------------------------------------------
 

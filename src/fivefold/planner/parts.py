@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,19 @@ from fivefold.parallel.ranks import RankGrid
 ITEMS = ("matmuls", "attention", "element-wise", "tp", "cp", "ep", "data")
 Seconds = NDArray[np.float64]  # one number for each of ITEMS
 Numbers = NDArray[np.float64]
+
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def cached_method(method: Callable[Concatenate[Any, Given], Result]) -> "cached_property[Callable[Given, Result]]":
+    """Keep what a method returns, on each object by the arguments."""
+
+    def of_object(own: Any) -> Any:
+        return cache(partial(method, own))
+
+    return cached_property(of_object)
 
 
 def nothing() -> Seconds:

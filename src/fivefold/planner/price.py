@@ -39,6 +39,7 @@ from fivefold.planner.parts import (
     Shard,
     Stages,
     UnitPrice,
+    cached_method,
     nothing,
 )
 from fivefold.planner.timing import (
@@ -360,14 +361,9 @@ class PriceList:
     traits: Traits = field(init=False)
     short: ModelFacts = field(init=False)
     ends: ModelFacts = field(init=False)
-    _plans: dict[Layout, ParallelPlan] = field(init=False, default_factory=dict)
-    _found: dict[tuple[Layout, int, int, str, bool], Prices] = field(init=False, default_factory=dict)
     _modes: dict[tuple[Layout, int, int, bool], tuple[Pricing, Prices]] = field(init=False, default_factory=dict)
     _calls: dict[tuple[Layout, int, StepShape], tuple[Call, ...]] = field(init=False, default_factory=dict)
-    _shards: dict[Layout, RankShards] = field(init=False, default_factory=dict)
-    _stages: dict[Layout, Stages] = field(init=False, default_factory=dict)
     _seconds: dict[tuple[Axis, str, int], float] = field(init=False, default_factory=dict)
-    _spans: dict[Axis, Span] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.traits = Traits(compiled=self.compiled).on(self.cluster.chip)
@@ -378,16 +374,14 @@ class PriceList:
     def repriced(self, cluster: Cluster) -> Self:
         """Prices of the same layouts on another cluster, from the same plans."""
         other = replace(self, cluster=cluster)
-        other._plans, other._calls = self._plans, self._calls
+        other.plan, other._calls = self.plan, self._calls
         return other
 
     def of(self, layout: Layout, tokens: int) -> Prices:
         """Prices of a micro batch under a layout, with rows of `tokens` tokens, padded. Recompute is a mode;
         `under_budget` decides how a budget is spent. Raises `UserError` if the layout does not fit the model."""
-        key = work_layout(layout), tokens, layout.micro_batch_size, layout.recompute, self._gathers_again(layout)
-        if key not in self._found:
-            self._found[key] = self._price(*key)
-        return self._found[key]
+        again = self._gathers_again(layout)
+        return self._price(work_layout(layout), tokens, layout.micro_batch_size, layout.recompute, again)
 
     def _gathers_again(self, layout: Layout) -> bool:
         """True if layers may all-gather a column's input again."""
@@ -395,16 +389,12 @@ class PriceList:
         return self.traits.compiled and splits_sequence and not layout.schedule.splits_backward
 
     def shards(self, layout: Layout) -> RankShards:
-        key = shard_layout(layout)
-        if key not in self._shards:
-            self._shards[key] = self._shard(key)
-        return self._shards[key]
+        return self._shard(shard_layout(layout))
 
+    @cached_method
     def span(self, axis: Axis) -> Span:
         """Placement of rank 0's group along an axis. Ranks fill nodes in order, so all groups are placed alike."""
-        if axis not in self._spans:
-            self._spans[axis] = self.cluster.tier_of(axis.members(0))
-        return self._spans[axis]
+        return self.cluster.tier_of(axis.members(0))
 
     def seconds(self, axis: Axis, call: Call) -> float:
         """Seconds of one of a call's collectives along an axis."""
@@ -412,12 +402,6 @@ class PriceList:
         if key not in self._seconds:
             self._seconds[key] = collective_seconds(self.cluster, self.span(axis), call)
         return self._seconds[key]
-
-    def stages(self, pipeline: Layout) -> Stages:
-        """Stages of a layout with only its pipeline set."""
-        if pipeline not in self._stages:
-            self._stages[pipeline] = self._staged(pipeline)
-        return self._stages[pipeline]
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
@@ -438,12 +422,11 @@ class PriceList:
         span = self.span(Axis(self.cluster.world, 1))
         return sum(collective_seconds(self.cluster, span, call) * call.times for call in self.world_calls)
 
+    @cached_method
     def plan(self, layout: Layout) -> ParallelPlan:
         """Plan of the short model, seen from rank 0."""
-        if layout not in self._plans:
-            in_copies = computes_in_copies(self.facts, layout)  # of the whole model
-            self._plans[layout] = replace(lower(self.short, layout, 0), in_copies=in_copies)
-        return self._plans[layout]
+        in_copies = computes_in_copies(self.facts, layout)  # of the whole model
+        return replace(lower(self.short, layout, 0), in_copies=in_copies)
 
     def layer_calls(self, plan: ParallelPlan, shape: StepShape) -> tuple[Call, ...]:
         """Collectives that layers make in a step of one of these plans."""
@@ -455,6 +438,7 @@ class PriceList:
     def grid(self, layout: Layout) -> RankGrid:
         return replace(self.plan(work_layout(layout)).placement.grid, layout=layout)
 
+    @cached_method
     def _price(self, work: Layout, tokens: int, rows: int, recompute: str, again: bool) -> Prices:
         plan = self.plan(work)
         shape = replace(
@@ -475,6 +459,7 @@ class PriceList:
     def pricing(self, plan: ParallelPlan, shape: StepShape, dtype: str, forwards: dict[str, Forward]) -> Pricing:
         return Pricing(plan, shape, self, dtype, forwards)
 
+    @cached_method
     def _shard(self, layout: Layout) -> RankShards:
         plan = self.plan(layout)
         pricing = Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self)
@@ -503,7 +488,9 @@ class PriceList:
         """First layer of each stage, and the one after its last."""
         return stage_plan(self.facts, pipeline).splits
 
-    def _staged(self, pipeline: Layout) -> Stages:
+    @cached_method
+    def stages(self, pipeline: Layout) -> Stages:
+        """Stages of a layout with only its pipeline set."""
         splits, pp = self.splits(pipeline), pipeline.pp
         kinds = len(self.short.anatomy.layers)
         layers, ranks = np.zeros((len(splits), kinds + 2)), np.zeros((pp, len(splits)))

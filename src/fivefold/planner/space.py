@@ -20,7 +20,7 @@ from fivefold.parallel import legality
 from fivefold.parallel.features import limits_of
 from fivefold.parallel.layout import Layout
 from fivefold.planner.estimate import Workload
-from fivefold.planner.parts import Prices
+from fivefold.planner.parts import Prices, cached_method
 from fivefold.planner.price import PriceList, work_layout
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # rows of a forward pass
@@ -72,7 +72,6 @@ class Space:
     given: Mapping[str, Any] = field(default_factory=dict)
     works: list[tuple[int, str, Prices]] = field(init=False, default_factory=list)
     places: list[Layout] = field(init=False, default_factory=list)
-    _pipelines: dict[int, list[Layout]] = field(init=False, default_factory=dict)
     _split: dict[int, int] = field(init=False, default_factory=dict)
 
     @cached_property
@@ -202,13 +201,8 @@ class Space:
 
     # ---- pipelines ---------------------------------------------------------------------------------------------------
 
+    @cached_method
     def _schedules(self, pp: int) -> list[Layout]:
-        """Each schedule with each number of stages a rank."""
-        if pp not in self._pipelines:
-            self._pipelines[pp] = self._legal_schedules(pp)
-        return self._pipelines[pp]
-
-    def _legal_schedules(self, pp: int) -> list[Layout]:
         """Legal schedules with each number of stages a rank. GPipe is left out: as slow as 1F1B, and keeps more."""
         names = [name for name in SCHEDULES if name != "gpipe"] if pp > 1 else ["1f1b"]
         found: dict[tuple[str, int], Layout] = {}
