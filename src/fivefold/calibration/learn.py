@@ -172,7 +172,7 @@ def _tree(base: str) -> Table:
 
 def _report(
     config: RunConfig, before: Estimate, after: Estimate, seen: StepMeasurement, factors: Factors
-) -> Report[Corrected]:  # fmt: skip
+) -> Report[Corrected]:
     rows = tuple(_rows(before, factors))
     lines = [
         f"a step took {seen.seconds:.3g} s; planned were {before.step_seconds:.3g}, now {after.step_seconds:.3g}",

@@ -130,8 +130,9 @@ def _check_positions(model: Any, rows: Sequence[Sequence[int]]) -> None:
     if positions and longest >= positions:
         raise UserError(
             f"a prompt of {longest:,} tokens, and the model has {positions:,} positions (max_position_embeddings)",
-            fix="shorten the prompt", more="fivefold docs howto/generate",
-        )  # fmt: skip
+            fix="shorten the prompt",
+            more="fivefold docs howto/generate",
+        )
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:

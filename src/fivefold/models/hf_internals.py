@@ -219,9 +219,10 @@ def own_numbers(module: nn.Module) -> dict[str, int]:
         return {}
     others = ("training", "gradient_checkpointing", "padding_idx", "layer_idx")
     return {
-        name: value for name, value in vars(module).items()
+        name: value
+        for name, value in vars(module).items()
         if isinstance(value, int) and not name.startswith("_") and name not in others
-    }  # fmt: skip
+    }
 
 
 def _again(model: PreTrainedModel, **options: Any) -> PreTrainedModel:

@@ -102,9 +102,9 @@ class BlockTrace:
         outputs; q, k, v and the result of attention; gate, up and their product.
         """
         plain = [tensor for tensor in self.saved if tensor.memory in self.read]
-        needed = frozenset[int]().union(*(
-            self.behind.get(tensor.memory, ()) for tensor in self.saved if tensor.memory not in self.read
-        ))  # fmt: skip
+        needed = frozenset[int]().union(
+            *(self.behind.get(tensor.memory, ()) for tensor in self.saved if tensor.memory not in self.read)
+        )
         return [*plain, *(self.outputs[memory] for memory in self.outputs if memory in needed - self.read)]
 
     def linear(self, name: str) -> ModuleCall:

@@ -291,8 +291,9 @@ class Layout(
                 "global_batch_size",
                 f"global_batch_size {batch} is not a multiple of micro_batch_size {self.micro_batch_size} "
                 f"x dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} = {per_pass}",
-                f"set train.global_batch_size to {' or '.join(map(str, near))}", near,
-            )  # fmt: skip
+                f"set train.global_batch_size to {' or '.join(map(str, near))}",
+                near,
+            )
 
 
 PARTS: tuple[type[LayoutPart], ...] = Layout.__bases__[::-1]

@@ -53,9 +53,10 @@ class Lora:
         if self.dropout and self.target_parameters:
             raise UserError(
                 f"an adapter of experts ({self.target_parameters[0]}) with dropout {self.dropout}, which peft does not "
-                "have either", fix="adapter.dropout: 0, or leave adapter.target_parameters out",
+                "have either",
+                fix="adapter.dropout: 0, or leave adapter.target_parameters out",
                 more="fivefold docs howto/adapters",
-            )  # fmt: skip
+            )
         if bad := next((key for key, is_wrong in wrong.items() if is_wrong), None):
             raise UserError(
                 f"an adapter with {bad}={getattr(self, bad)!r}",

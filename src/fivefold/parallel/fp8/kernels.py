@@ -112,7 +112,7 @@ def scaled_matmul(a_MK: Rounded, b_NK: Rounded, pair: Pair, dtype: torch.dtype, 
         scales = [(1 / of_a).expand(len(a), 1).contiguous(), (1 / of_b).expand(len(b), 1).contiguous().T]
     return F.scaled_mm(
         a.contiguous(), b.contiguous().T, scales[0], recipe, scales[1], recipe, output_dtype=dtype, use_fast_accum=fast
-    )  # fmt: skip
+    )
 
 
 @torch.library.custom_op("fivefold::multiply_blocks", mutates_args=())
