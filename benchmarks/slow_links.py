@@ -33,6 +33,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from pages import put_between
 
 NODES, RANKS, PORT = ("ffslow0", "ffslow1"), 2, 29631
@@ -224,7 +226,7 @@ def calibrated(world: Any) -> str:
     told = probes.on_rank({"sizes": asdict(sizes)}, world)
     if told is None:
         return ""
-    found = [Measurements.of_json(one) for one in told["ranks"]]
+    found = TypeAdapter(list[Measurements]).validate_python(told["ranks"])
     return written(Cluster.parse(f"{len(NODES)}x{RANKS}xcpu"), found)[0]
 
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
 
+from pydantic import TypeAdapter
+
 from fivefold.calibration.fit import Measurements, Sizes, errors, fitted
 from fivefold.core import interrupts
 from fivefold.core.errors import UserError
@@ -61,7 +63,7 @@ def calibrate(
         )
     if told is None:
         return None
-    found = [Measurements.of_json(one) for one in told["ranks"]]
+    found = TypeAdapter(list[Measurements]).validate_python(told["ranks"])
     return written(Cluster.parse(known.text, nodes_of(len(found), told["local_size"])), found)
 
 

@@ -40,11 +40,6 @@ class Sizes:
     seconds: float
 
     @staticmethod
-    def of_json(values: Mapping[str, Any]) -> "Sizes":
-        fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in values.items()}
-        return Sizes(**fields)
-
-    @staticmethod
     def of(device: str) -> "Sizes":
         """Sizes for `cpu` or `cuda`: in all about a minute."""
         if device == "cpu":
@@ -73,12 +68,6 @@ class Measurements:
     between: list[Collective] = field(default_factory=list)
     meeting_between: float = 0.0
     one_per_node: list[Collective] = field(default_factory=list)
-
-    @staticmethod
-    def of_json(values: Mapping[str, Any]) -> "Measurements":
-        """Read a worker's report."""
-        lists = {key: [tuple(row) for row in rows] for key, rows in values.items() if isinstance(rows, list)}
-        return Measurements(**{**values, **lists})
 
 
 # ---- the fit ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pydantic import TypeAdapter
 
 from fivefold.calibration.fit import Attention, Collective, Matmul, Measurements, Sizes
 from fivefold.core.units import GIB
@@ -29,7 +30,7 @@ HEAD = 64  # features of a head
 def on_rank(request: Mapping[str, Any], world: World) -> Any:
     """Measure, and return what all ranks found, on the first rank; None on the others. `sizes`: fields of `Sizes`."""
     warnings.simplefilter("ignore", FutureWarning)  # torch renames collectives
-    sizes = Sizes.of_json(request["sizes"])
+    sizes = TypeAdapter(Sizes).validate_python(request["sizes"])
     device = torch.device(world.device)
     memory, context = _memory(device, world)
     timer = Timer(device, sizes.seconds)

@@ -504,11 +504,11 @@ class PricedStep:
 
     # ---- the whole ---------------------------------------------------------------------------------------------------
 
-    def estimate(self, span: float | None = None) -> Estimate:
+    def estimate(self) -> Estimate:
         rank, memory = self.fullest
         why = {SAVED: f"recompute: {self.parts.spent[rank]}"} if self.parts.spent else {}
         items = [Item("memory", name, amount, why.get(name, "")) for name, amount in memory.items() if amount]
-        items += self.time(self.span() if span is None else span)
+        items += self.time(self.span())
         costs = Costs.of(self.price_list.facts)
         length = self.workload.seq_length
         flops = self.workload.global_batch_size * (costs.per_token * length + costs.per_squared_length * length**2)

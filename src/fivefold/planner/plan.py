@@ -88,7 +88,7 @@ def planned(
     except UserError as error:  # the search omits some layouts; one that is named may still run
         if asked is None:
             raise
-        found, can_run = Found(best=(), options=(), legal=0, fitting=0), f"{error.what}, of those that are searched"
+        found, can_run = Found(best=(), legal=0, fitting=0), f"{error.what}, of those that are searched"
     else:
         fit = f"{many(found.legal, 'layout')} can run, {found.fitting:,} of them fit in memory"
         can_run = f"{fit}; of each set of degrees the best"

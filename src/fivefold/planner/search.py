@@ -31,11 +31,10 @@ NEAR = 0.02  # two layouts whose times are this close are tied: the simpler one 
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """Result of a search. `best`: estimates, best first, of different degrees; sets no faster, leaner or simpler than
-    another are left out. `options`: for each, how many layouts of its degrees fit. `fastest`: of all that may be in
+    another are left out. `fastest`: of all that may be in
     `best`. `legal`: layouts that can run. `fitting`: those that fit. `closest`: the smallest, if none fits."""
 
     best: tuple[Estimate, ...]
-    options: tuple[int, ...]
     legal: int
     fitting: int
     closest: Estimate | None = None
@@ -88,9 +87,8 @@ def search(prices: PriceList, workload: Workload, *, top: int = 10, given: Mappi
     easily = [bounds.at(bounds.needs <= memory * TIGHT) for bounds in fitting]
     sets, fastest = _Candidates(bounding, easily if any(map(len, easily)) else fitting).best(top)
     return Found(
-        best=tuple(PricedStep(prices, options.layout, workload).estimate() for options in sets),
+        best=tuple(PricedStep(prices, one.layout, workload).estimate() for one in sets),
         fastest=PricedStep(prices, fastest, workload).estimate() if fastest else None,
-        options=tuple(options.options for options in sets),
         legal=legal,
         fitting=sum(map(len, fitting)),
         closest=None if sets else _closest(space, bounded),
@@ -106,12 +104,11 @@ def _closest(space: Space, bounded: Sequence[Bounds]) -> Estimate:
 @dataclass(frozen=True)
 class Chosen:
     """The best layout of a set of degrees: the simplest of those about as fast as the fastest. `needs`: bytes of a
-    device. `options`: layouts of the set."""
+    device."""
 
     layout: Layout
     seconds: float
     needs: float
-    options: int
 
     @cached_property
     def simplicity(self) -> tuple[int, ...]:
@@ -163,7 +160,7 @@ class _Candidates:
         sets, found, fastest = list[_Set](), list[Chosen](), np.inf
         for number in np.argsort(self.at_least[order[starts]], kind="stable"):
             own, shown = order[starts[number] : ends[number]], _ranked(found, fastest)
-            least = Chosen(self.layout(int(own[0])), float(self.at_least[own[0]]), float(leanest[number]), len(own))
+            least = Chosen(self.layout(int(own[0])), float(self.at_least[own[0]]), float(leanest[number]))
             slowest = max((chosen.seconds for chosen in shown[:top]), default=0.0)
             if (len(shown) >= top and least.seconds > slowest * (1 + NEAR)) or least.seconds > fastest * FAR:
                 break
@@ -211,7 +208,7 @@ class _Set:
                 self._run(place)
             if self.seconds[place] <= most:
                 needs = float(self.candidates.needs[self.own[place]])
-                return Chosen(layouts[place], float(self.seconds[place]), needs, len(self.own))
+                return Chosen(layouts[place], float(self.seconds[place]), needs)
         raise AssertionError("the fastest is near itself")
 
     def _run(self, one: int) -> None:
