@@ -118,9 +118,8 @@ def _check_steps(some: Sequence[Configuration], warmup: int) -> None:
             name, have = configuration.name, many(steps, "step")
             raise UserError(
                 f"{name} has {have}, of which the first {warmup} are not timed: none is left",
-                fix=f"--steps {10 * (warmup + 1)}, or --warmup 0",
-                more=MORE,
-            )
+                fix=f"--steps {10 * (warmup + 1)}, or --warmup 0", more=MORE,
+            )  # fmt: skip
 
 
 @contextmanager

@@ -128,9 +128,8 @@ def _asked(asked: str) -> tuple[Path, dict[str, int]]:
         except ValueError:
             raise UserError(
                 f"--against {asked!r}: {word} is none of {', '.join(f'{key}=N' for key in _GIVEN)}",
-                fix=f'--against "{path} devices=8 tokens_per_step=65536"',
-                more=MORE,
-            ) from None
+                fix=f'--against "{path} devices=8 tokens_per_step=65536"', more=MORE,
+            ) from None  # fmt: skip
         given[key] = number
     return Path(path), given
 

@@ -95,19 +95,17 @@ class MeasuredRun:
     def loss(self, tokens: float) -> float | None:
         """Mean training loss of the last tenth of the first `tokens`."""
         known = [
-            step.loss
-            for step in self.steps
+            step.loss for step in self.steps
             if step.loss is not None and step.tokens and (1 - LAST) * tokens < step.tokens <= SLACK * tokens
-        ]
+        ]  # fmt: skip
         return fmean(known) if known else None
 
     def eval_loss(self, tokens: float) -> float | None:
         """Loss of the evaluation after `tokens`; None if there is none close enough."""
         known = [
-            step.eval_loss
-            for step in self.steps
+            step.eval_loss for step in self.steps
             if step.eval_loss is not None and step.tokens and (1 - CLOSE) * tokens <= step.tokens <= SLACK * tokens
-        ]
+        ]  # fmt: skip
         return known[-1] if known else None
 
     def found(self, tokens: Mapping[int, float]) -> dict[str, float | None]:

@@ -1,4 +1,4 @@
-"""What the unmodified model lacks, for the reference to compute: each by other code than the one that trains.
+"""The reference of what the unmodified model lacks, each computed by other code than the one that trains.
 
 - fp64 everywhere: operations that models compute in fp32 on purpose would put a floor of 1e-7 under every proof.
 - Objectives besides cross entropy, with autograd through the whole formula, for `training/preference.py` and

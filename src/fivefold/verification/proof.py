@@ -233,10 +233,9 @@ class Proof:
         metrics = preference.mean_over_pairs(self.model, batch, spec)[1]
         loss = training.accumulate(self.model, batch, spec=spec)
         found = {
-            "log-probabilities": sums,
-            "loss": loss.reshape(1).cpu(),
+            "log-probabilities": sums, "loss": loss.reshape(1).cpu(),
             "metrics": torch.tensor([metrics[name] for name in metrics_of(objective)], dtype=torch.float64),
-        }
+        }  # fmt: skip
         distances = {
             f"preference/{name}": Distance().add(number, self.reference.whole(f"preference/{name}"))
             for name, number in found.items()
@@ -491,10 +490,9 @@ class Proof:
         chunks, and a tower that no token reaches does not run.)"""
         seen, base = set(self.reference.names("output")), f"{self.state.plan.anatomy.base}."
         vectors = [
-            name
-            for name, spec in self.state.placement.shards.items()
+            name for name, spec in self.state.placement.shards.items()
             if len(spec.shape) == 1 and not spec.splits and name.startswith(base) and name.rpartition(".")[0] in seen
-        ]
+        ]  # fmt: skip
         outside = [name for name in vectors if name.endswith("weight")]
         return (outside or vectors)[-1]
 

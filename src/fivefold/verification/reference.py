@@ -140,7 +140,7 @@ class ReferenceRun:
         with exactly(self.precision):
             sums, counts = by_hand.answer_log_probs(
                 self.case, lambda ids: self.model(input_ids=ids.to(self.device)).logits, master_dtype(self.precision)
-            )
+            )  # fmt: skip
             loss, metrics = by_hand.preference_loss(self.case, sums, counts)
             self._preference_gradients(loss, sums)
         self.balance.is_on = True

@@ -431,10 +431,9 @@ LANE, TEXT, AXIS = 42.0, 16.0, 34.0  # pixels: a row of boxes with its name; its
 DECADES = 6  # powers of ten below the tolerance to the palest colour
 NAMED, LAYERS = 12, 30  # most names, and else layers, on an axis
 LEGEND = (
-    ("band", "no difference"),
-    ("series-0", "allowed; paler: further below the tolerance"),
+    ("band", "no difference"), ("series-0", "allowed; paler: further below the tolerance"),
     ("wrong", "more than is allowed"),
-)
+)  # fmt: skip
 
 
 def _plots(found: Sequence[LayoutResult], losses: Mapping[str, list[float]]) -> Iterator[Section]:
