@@ -3,14 +3,16 @@
 from itertools import product
 from math import cos, pi
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import get_scheduler
 
+from fivefold.core.schedules import SCHEDULES
 from fivefold.training.schedule import learning_rate
 
-NAMES = ("cosine", "linear", "wsd", "constant")
+NAMES = (*SCHEDULES,)
 LENGTHS = [(0, 1), (0, 3), (0, 7), (1, 1), (1, 2), (1, 7), (3, 7), (6, 7), (7, 7), (9, 7), (5, 101), (95, 101)]
 
 
@@ -111,7 +113,19 @@ def test_a_run_shorter_than_its_warm_up_only_rises(subtests: pytest.Subtests) ->
 def test_a_step_after_the_last_has_the_lowest_rate() -> None:
     """What a run that was longer is asked for on a resume."""
     options = {"warmup_steps": 0, "total_steps": 5, "peak": 1.0, "min_lr_ratio": 0.25}
-    assert [learning_rate(9, name=name, **options) for name in NAMES] == pytest.approx([0.25, 0.25, 0.25, 1.0])
+    stays_up = {"constant": 1.0}
+    for name in NAMES:
+        assert learning_rate(9, name=name, **options) == pytest.approx(stays_up.get(name, 0.25)), name
+
+
+@pytest.mark.parametrize("part", [-0.5, 1.5, float("nan")])
+def test_a_shape_that_leaves_0_to_1_is_an_error(part: float) -> None:
+    """A negative rate climbs the loss, and the standing check of rates asks the same function."""
+    options = {"warmup_steps": 1, "total_steps": 5, "peak": 1.0, "min_lr_ratio": 0.1}
+    with patch.dict(SCHEDULES, wrong=lambda *_: part):
+        assert learning_rate(0, name="wrong", **options) == 1.0
+        with pytest.raises(ValueError, match=f"the schedule wrong gives {part} at step 1 of 5"):
+            learning_rate(1, name="wrong", **options)
 
 
 def test_a_peak_of_zero_is_what_was_asked_for() -> None:

@@ -1,7 +1,8 @@
 """Shapes of the learning rate after its warm-up, by name. No torch.
 
 A shape is a function of the step, counted from 0, of the warm-up's steps and of all steps. It returns the part of the
-way from the lowest rate to the peak: 1 is the peak.
+way from the lowest rate to the peak: 1 is the peak, and the first step after the warm-up has it. One step after the
+last it is 0, unless the shape stays up: `scheduler.min_lr_ratio` means the rate there.
 """
 
 from collections.abc import Callable

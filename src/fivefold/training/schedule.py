@@ -19,10 +19,14 @@ def learning_rate(
     The warm-up rises linearly from `peak / warmup_steps` and reaches `peak` at its last step. After it, the rate is
     that of the schedulers of `transformers` at the same step (docs/explain/learning_rate.md). Those that decay would
     reach `min_lr_ratio * peak` one step after the last, so no step has a rate of 0.
+
+    Raises `ValueError` if the shape leaves 0 to 1: no other check would see it, for all of them ask this function.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     left = SCHEDULES[name](step, warmup_steps, total_steps)
+    if not 0 <= left <= 1:  # nor NaN
+        raise ValueError(f"the schedule {name} gives {left} at step {step} of {total_steps}, which is not from 0 to 1")
     return peak if left == 1 else peak * (min_lr_ratio + (1 - min_lr_ratio) * left)
 
 
