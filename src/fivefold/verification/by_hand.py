@@ -89,7 +89,7 @@ def preference_loss(case: ProofCase, sums: Tensor, counts: Tensor) -> tuple[Tens
     if name in RATED:
         return RATED[name](case, sums)
     if name not in PAIRS:
-        raise ValueError(f"{name} has no formula by hand, in PAIRS or RATED of this file")
+        raise ValueError(f"{name} has no formula by hand: write it in PAIRS or RATED of verification/by_hand.py")
     each, rewards, shown = PAIRS[name](case, sums, sums / counts, counts)
     margin = rewards[:, 0] - rewards[:, 1]
     told = [rewards[:, 0], rewards[:, 1], margin, (margin > 0).to(margin), shown[:, 0], shown[:, 1]]
