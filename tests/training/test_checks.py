@@ -352,6 +352,8 @@ def test_an_error_says_what_where_and_what_to_do() -> None:
         "see fivefold docs explain/checkpoints, Standing checks",
     ]
     assert caught.value.exit_code == 1 and not isinstance(caught.value, Suspected)
+    with pytest.raises(RunFailed, match=r"try without train\.parts, which fivefold verify leaves out"):
+        checks.fail_on(several, step=300, passed=200, has_parts=True)
 
 
 @pytest.mark.full

@@ -59,15 +59,21 @@ class Finding:
         return f"{self.where} {self.detail}"
 
 
-def fail_on(findings: Sequence[Finding], *, step: int, passed: int | None, came_in: bool = False) -> None:
+def fail_on(
+    findings: Sequence[Finding], *, step: int, passed: int | None, came_in: bool = False, has_parts: bool = False
+) -> None:
     """Raise `RunFailed` for findings at `step`, if any; `Suspected` if each of them tells which ranks are wrong.
-    `passed`: the last step of this start that passed, if any. `came_in`: no step of this start was taken yet."""
+    `passed`: the last step of this start that passed, if any. `came_in`: no step of this start was taken yet.
+    `has_parts`: of the user's own, which a proof leaves out."""
     if not findings:
         return
     first, *others = findings
     more = [*map(str, others[:SHOWN]), *([f"{len(others) - SHOWN} more"] if others[SHOWN:] else [])]
     suspect = "since this start" if passed is None else f"after step {passed}"
-    trained = f"what was trained {suspect} is wrong: remove its checkpoints, and prove the layout with fivefold verify"
+    look = "prove the layout with fivefold verify"
+    if has_parts:
+        look = "try without train.parts, which fivefold verify leaves out"
+    trained = f"what was trained {suspect} is wrong: remove its checkpoints, and {look}"
     error = RunFailed(
         f"standing check {'before the first step' if came_in else f'at step {step}'}: {first}",
         fix="nothing was trained yet, and copies came in so: compare the files that the nodes read"

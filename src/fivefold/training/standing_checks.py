@@ -72,13 +72,13 @@ class StandingChecks(Part):
             updates = None if options.is_own else run.step - run.progress.skipped  # what it counts is its own affair
             findings += moved(model, optimizer, update, rule=rule_for(options))
             findings += rates(model, optimizer, rate, updates=updates)
-        fail_on(findings, step=run.step, passed=self._passed)
+        fail_on(findings, step=run.step, passed=self._passed, has_parts=bool(run.config.train.parts))
         self._passed = run.step
 
     def at_save(self, run: LiveRun) -> None:
         if self.update is None and run.config.train.check_every > 0:
             found = replicas(run.model, run.optimizer) + finite(run.model, run.optimizer)
-            fail_on(found, step=run.step, passed=self._passed)
+            fail_on(found, step=run.step, passed=self._passed, has_parts=bool(run.config.train.parts))
 
 
 # ---- stragglers ------------------------------------------------------------------------------------------------------
