@@ -19,7 +19,7 @@ from fivefold.training import run as run_module
 from fivefold.training.checkpoints import Checkpoints
 from fivefold.training.part import Environment, RunProgress, own_parts
 from tests.tiers import put_off
-from tests.training.bodies import Ran, Stopped, column, metrics, run_dir, run_file, same, state, train
+from tests.training.bodies import Ran, Stopped, column, metrics, run_dir, run_file, same, state, train, train_alone
 
 DOCS = Path(__file__).parents[2] / "docs" / "howto" / "parts.md"
 READER = """
@@ -140,6 +140,27 @@ def test_the_average_of_the_docs_goes_on_under_another_layout(tmp_path: Path) ->
     for name, average in alone.items():
         torch.testing.assert_close(average, both[name], rtol=1e-4, atol=1e-6)
         assert average.shape == (weight := weights[f"weight/{name}"]).shape and not torch.equal(average, weight)
+
+
+@pytest.mark.full
+def test_the_noise_and_the_counts_of_the_docs_are_those_of_one_process_also_after_a_kill(tmp_path: Path) -> None:
+    source = "".join(block.partition("```")[0] for block in DOCS.read_text().split("```python\n")[3:5])
+    options: dict[str, Any] = {"checkpoint__every": 2, "train__max_steps": 4, "optimizer__max_grad_norm": 0}
+    plain = run_file(tmp_path, run__name="plain", **options)
+    alone, both = (
+        with_parts(tmp_path, source, "Noise", "Lengths", run__name=name, **options) for name in ("alone", "both")
+    )
+    assert train_alone(plain).error is None and train_alone(alone).error is None
+    both["layout"] = {"dp_shard": 2}
+    assert isinstance(train(both, stop_at=3).error, Stopped)
+    both["layout"] = {"tp": 2}
+    assert train(both).error is None
+    assert column(both, "train/loss") == pytest.approx(column(alone, "train/loss"), rel=1e-5)
+    assert column(alone, "train/loss")[1:] != pytest.approx(column(plain, "train/loss")[1:], rel=1e-4)
+    counts = [json.loads((run_dir(tree) / "lengths.json").read_text()) for tree in (alone, both)]
+    assert counts[0] == counts[1]
+    targets = sum(int(length) * count for length, count in counts[0].items())
+    assert targets == column(alone, "train/tokens_seen")[-1] - 1  # the text's last token has none
 
 
 @pytest.mark.full

@@ -31,6 +31,7 @@ from fivefold.launch.world import World
 from fivefold.models.flops import Costs
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import plain
+from fivefold.parallel.state import state_of
 from fivefold.training import preflight, record, schedule
 from fivefold.training.display import Line
 from fivefold.training.inputs import share_of
@@ -98,6 +99,11 @@ class LiveRun:
     def step(self) -> int:
         """Steps done."""
         return self.progress.step
+
+    @property
+    def data_rank(self) -> int:
+        """The number of the rows that this rank reads: ranks of tp, cp and pp share it, and their batches are equal."""
+        return state_of(self.model).placement.data_rank
 
     @property
     def why_stopped(self) -> str:
