@@ -44,6 +44,25 @@ def test_a_key_that_must_agree_is_named_with_both_values(key: str) -> None:
     assert error.value.exit_code == 2
 
 
+USED = [  # a section as it is used, and a key of it with another value
+    ("adapter", {"name": "lora"}, "alpha", 7.0),
+    ("balance", {}, "bias_rate", 0.01),
+    ("objective", {"name": "dpo"}, "beta", 0.5),
+    ("outer", {"every": 3}, "learning_rate", 0.5),
+    ("layout", {"dp_shard": 1, "dp_replicate": 2}, "dp_replicate", 4),
+]
+
+
+@pytest.mark.parametrize(("section", "values", "key", "other"), USED)
+def test_keys_that_matter_where_they_are_used_must_agree(
+    section: str, values: dict[str, Any], key: str, other: float
+) -> None:
+    beside = {"outer": {"every": 3}} if section == "layout" else {}  # replicas that train apart
+    before, now = ({**beside, section: changed} for changed in (values, {**values, key: other}))
+    with pytest.raises(UserError, match=rf"^{section}\.{key} is {other}, but"):
+        check_agreement(_agreement(**before), _agreement(**now))
+
+
 @pytest.mark.parametrize("sections", MAY)
 def test_how_it_is_computed_may_differ(sections: dict[str, Any]) -> None:
     check_agreement(_agreement(), _agreement(**sections))
