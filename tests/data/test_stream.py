@@ -7,7 +7,9 @@ import sys
 import threading
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 from unittest.mock import patch
 
@@ -83,6 +85,14 @@ def test_the_order_follows_from_the_seed_and_the_epoch(tmp_path: Path) -> None:
     assert len({tuple(epoch) for epoch in [*epochs, rows.order.units]}) == 5
     first = [place % 2**32 for place in rows.in_order(range(rows_in(rows, range(1))))]
     assert sorted(first) == list(range(len(first))) != first
+
+
+def test_windows_of_equally_many_rows_have_each_an_order_of_their_own(tmp_path: Path) -> None:
+    _, rows = streamed(write_jsonl(tmp_path / "a.jsonl", [f"{n:040}" for n in range(199)]), tmp_path / "cache")
+    ends = [rows_in(rows, range(number)) for number in range(2 * rows.order.windows + 1)]  # of two epochs
+    orders = [tuple(row % 2**32 for row in rows.in_order(range(*places))) for places in pairwise(ends)]
+    alike = [order for order in orders if len(order) == median_low(map(len, orders))]
+    assert len({*alike}) == len(alike) > 3
 
 
 def test_a_position_leads_to_the_same_rows_with_an_empty_cache(tmp_path: Path) -> None:
