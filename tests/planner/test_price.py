@@ -9,6 +9,8 @@ import pytest
 from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.adapters.facts import adapted
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.layout import Layout
 from fivefold.planner.estimate import Estimate, Item, PricedStep, Workload, estimate_layout
 from fivefold.planner.parts import ITEMS, LayerPrice, Prices
@@ -85,6 +87,33 @@ def test_the_optimizer_moves_34_bytes_of_each_number_that_a_rank_holds() -> None
     rows = {row.item: row.amount for row in estimate_layout(price_list, Layout.parse("shard8"), Workload(4096, 8)).rows}
     assert rows["optimizer"] == pytest.approx(34 * 8_030_261_248 / 8 / (3350e9 * 0.9), rel=1e-4)
     assert rows["parameters"] == rows["optimizer state"] / 2 == pytest.approx(4 * 8_030_261_248 / 8, rel=1e-4)
+
+
+def test_frozen_weights_have_no_gradients_and_no_update() -> None:
+    """A backward has the matmuls of a forward, those of the inputs' gradients. Adapters of rank 16 have 41,943,040
+    numbers: 16 x 81,920 in each of 32 layers."""
+    facts = adapted(facts_of_config("llama-3.1-8b"), Lora(rank=16))
+    price_list, layout = PriceList(facts, Cluster.parse("8xH100")), Layout.parse("shard8")
+    (layer,) = price_list.of(layout, TOKENS).layers
+    forward, backward = times(layer, "matmuls")
+    assert backward == pytest.approx(forward) and not layer.weights.any()
+    rows = {row.item: row.amount for row in estimate(price_list, layout, Workload(4096, 8)).rows}
+    assert rows["optimizer"] == pytest.approx(34 * 41_943_040 / 8 / (3350e9 * 0.9), rel=1e-3)
+
+
+def test_what_overlaps_is_hidden_for_as_long_as_what_it_overlaps_lasts() -> None:
+    """On links that take far longer: the gathers of tp that backward makes hide behind its matmuls, the ring behind
+    attention, where a send and a receive take the time of one."""
+    cluster = Cluster.parse("8xH100")
+    inside = replace(cluster.node.inside, gbs=1e-3)
+    price_list = PriceList(facts_of_config("llama-3.1-8b"), replace(cluster, node=replace(cluster.node, inside=inside)))
+    for text, item, beside, each in (("tp8", "tp", "matmuls", 1.0), ("cp8+ring", "cp", "attention", 0.5)):
+        layout = Layout.parse(text)
+        (layer,) = price_list.of(layout, TOKENS).layers
+        calls = [call for call in layer.calls if call.axis.startswith(item) and call.phase == "backward"]
+        took = [price_list.seconds(price_list.grid(layout).axes[call.axis], call) * call.times for call in calls]
+        apart = sum(each * t if call.overlaps else t for t, call in zip(took, calls, strict=True))
+        assert times(layer, item)[1] == pytest.approx(apart - times(layer, beside)[1], rel=1e-6), text
 
 
 def test_what_lies_beside_tensors() -> None:
@@ -183,6 +212,9 @@ def test_what_is_coded_and_put_in_order_moves_through_memory() -> None:
     assert moved("shard4+hier2+qgz+fp32", "reduce_seconds") - moved(plain, "reduce_seconds") == pytest.approx(
         (51 + 25 + 12) * numbers / 2, rel=0.01
     )
+    # From the copy of a node, too, what is gathered is copied in and out: 5.5 bytes for each of its bytes.
+    near = moved("shard4+hpz2+fp32", "near_seconds")
+    assert near == moved("shard4+hpz2+fp32", "gather_seconds") == pytest.approx(5.5 * 4 * numbers, rel=0.01)
     in_two = moved(plain, "reduce_seconds") - moved("shard4+fp32", "reduce_seconds")
     assert in_two == pytest.approx(2 * 4 * numbers, rel=0.01)
 
