@@ -17,7 +17,7 @@ from fivefold.core.errors import UserError
 from fivefold.training import parts, standing_checks
 from fivefold.training import run as run_module
 from fivefold.training.checkpoints import Checkpoints
-from fivefold.training.part import Environment, RunProgress, own_parts
+from fivefold.training.part import Environment, LiveRun, RunProgress, own_parts
 from tests.tiers import put_off
 from tests.training.bodies import Ran, Stopped, column, metrics, run_dir, run_file, same, state, train, train_alone
 
@@ -331,6 +331,12 @@ def test_all_counters_come_back() -> None:
     after = RunProgress()
     after.load(RunProgress(tokens_seen=7, skipped=5, in_a_row=2).counters())
     assert (after.tokens_seen, after.skipped, after.in_a_row) == (7, 5, 2)
+
+
+def test_what_is_due_every_few_steps_is_due_at_the_last_one_too() -> None:
+    steps = [SimpleNamespace(step=step, total_steps=7) for step in range(1, 8)]
+    due = {every: [run.step for run in steps if LiveRun.due(run, every)] for every in (3, 0)}  # type: ignore[arg-type]
+    assert due == {3: [3, 6, 7], 0: []}
 
 
 def test_what_is_saved_between_the_standing_checks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
