@@ -80,6 +80,12 @@ def test_a_text_ends_before_the_first_of_several_stops() -> None:
     assert [stream.push(0), stream.push(1)] == ["say ", ""] and stream.is_over and stream.finish() == ""
 
 
+def test_the_longest_beginning_of_a_stop_text_is_held_back(byte_tokenizer: Any) -> None:
+    stream = StoppedText(byte_tokenizer, ("xyz", "END", "Nx"))
+    assert [stream.push(token) for token in b"aENEND"] == ["a", "", "", "EN", "", ""]
+    assert stream.is_over and stream.finish() == ""
+
+
 def test_every_token_of_an_answer_is_counted(byte_tokenizer: Any) -> None:
     """The one that ends it among them, and those of a stop text, of which nothing is shown."""
     cases: list[tuple[tuple[str, ...], bytes, str, bool]] = [
