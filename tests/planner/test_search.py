@@ -79,6 +79,15 @@ def test_collectives_are_those_of_the_plan(every: int) -> None:
         assert sent <= {transfer_call(step.prices).bytes}, str(layout)
 
 
+@pytest.mark.parametrize(("layout", "sums"), [("pp2.shard2", 1), ("pp2.shard2+zbv+v2", 0)])
+def test_a_tied_embedding_is_summed_between_two_ranks_alone(layout: str, sums: int) -> None:
+    """In a V the first and the last stage are of one rank."""
+    price_list = PriceList(facts_of_config("llama-3.2-1b"), Cluster.parse("4xH100"))
+    step, plan, shape = plan_and_step(price_list, Layout.parse(layout), 0)
+    both = priced_calls(step, 0), calls(plan, shape)
+    assert [sum(call.times for call in own if call.axis == "pp_ends") for own in both] == [sums, sums]
+
+
 @pytest.mark.parametrize(
     ("family", "words"),
     [
