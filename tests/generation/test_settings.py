@@ -2,6 +2,7 @@
 rest is named."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,14 @@ def test_ends_and_stops(model: Any) -> None:
     assert end_tokens(model) == (3, 4) and stop_texts(model) == ("END",)
     model.generation_config = GenerationConfig(stop_strings=["a", "b"])
     assert end_tokens(model) == () and stop_texts(model) == ("a", "b")
+
+
+def test_the_generation_config_says_what_ends_a_text_and_else_the_config() -> None:
+    found = [
+        end_tokens(SimpleNamespace(generation_config=settings, config=tiny.llama(eos_token_id=5)))
+        for settings in (GenerationConfig(eos_token_id=3), GenerationConfig())
+    ]
+    assert found == [(3,), (5,)]
 
 
 ODD: list[dict[str, Any]] = [
