@@ -155,6 +155,20 @@ def test_a_list_is_held_out_as_a_whole(tmp_path: Path) -> None:
     assert other.fingerprint != data.fingerprint
 
 
+def test_rows_of_a_list_are_kept_apart_by_how_they_are_packed(tmp_path: Path) -> None:
+    path, held = corpus(tmp_path), write_jsonl(tmp_path / "held.jsonl", random_texts(5, 31))
+    changes: list[dict[str, Any]] = [{}, {"packing": False}, {"seq_length": 53}]
+    found = [
+        streamed(path, tmp_path / "cache", validation=[{"path": str(held)}], **change)[0].validation
+        for change in changes
+    ]
+    wanted = [prepare(config_for(held, **change), cache=tmp_path / "other").whole for change in changes]
+    assert [rows and (len(rows), rows.counts.padding) for rows in found] == [
+        (len(rows), rows.counts.padding) for rows in wanted
+    ]
+    assert len({len(rows) for rows in wanted}) == 3
+
+
 def test_a_damaged_unit_is_made_again(tmp_path: Path) -> None:
     data, rows = streamed(corpus(tmp_path), tmp_path / "cache")
     before = read(data, range(20))
