@@ -44,7 +44,7 @@ def test_a_key_that_must_agree_is_named_with_both_values(key: str) -> None:
     assert error.value.exit_code == 2
 
 
-USED = [  # a section as it is used, and a key of it with another value
+USED: list[tuple[str, dict[str, Any], str, float]] = [  # a section as it is used, and a key of it with another value
     ("adapter", {"name": "lora"}, "alpha", 7.0),
     ("balance", {}, "bias_rate", 0.01),
     ("objective", {"name": "dpo"}, "beta", 0.5),

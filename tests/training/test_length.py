@@ -10,9 +10,10 @@ import yaml
 from fivefold.checkpoint import agreement, check_agreement
 from fivefold.config import RunConfig, load_config
 from fivefold.core.errors import UserError
+from fivefold.data import prepare
 from fivefold.training import schedule
 from fivefold.training.schedule import learning_rate
-from tests.data.helpers import prepare_texts
+from tests.data.helpers import config_for, prepare_texts, write_jsonl
 from tests.pages import ROOT, blocks
 from tests.training.bodies import column, run_dir, run_file, state, train
 
@@ -73,6 +74,16 @@ def test_epochs_are_as_many_passes_over_the_rows(tmp_path: Path, epochs: float) 
     assert schedule.total_steps(config(train={"max_steps": 7}), data) == 7
     for tokens, expected in ((41 * 8, 2), (41 * 8 + 1, 3), (1, 1)):
         assert schedule.total_steps(config(train={"max_tokens": tokens, "global_batch_size": 4}), data) == expected
+
+
+def test_an_epoch_has_the_share_of_a_source_that_its_weight_says(tmp_path: Path) -> None:
+    sources = [
+        {"path": str(write_jsonl(tmp_path / f"{weight}.jsonl", [f"{weight} {n}" for n in range(30)])), "weight": weight}
+        for weight in (1.0, 0.5)
+    ]
+    data = prepare(config_for(sources, packing=False), cache=tmp_path / "cache")
+    asked = config(train={"max_epochs": 2, "global_batch_size": 4})
+    assert schedule.total_steps(asked, data) == 23  # 2 x (30 + 15) rows
 
 
 def test_a_tenth_is_a_tenth(tmp_path: Path) -> None:
