@@ -232,6 +232,17 @@ def test_tiles_hold_what_queries_see(rule: AttentionParams, edges: list[int]) ->
     assert not (tiles.any(3).any(1) & ~mask.to_dense()[0, 0].bool()).any()
 
 
+def test_a_tile_that_ends_behind_the_last_key_is_not_wholly_visible() -> None:
+    """Nor to queries behind all keys, which see each of them."""
+    q, *_ = inputs(138, 138)
+    first, last = gpu_attention._sees(q, CAPPED, 138, None)
+    mask = gpu_attention._mask(first, last, 138)
+    whole = flex_attention.BlockMask.from_kv_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, BLOCK_SIZE=16)
+    expected = torch.ones(9, 9, dtype=torch.bool)
+    expected[8], expected[:, 8] = False, False
+    assert torch.equal(whole.to_dense()[0, 0].bool(), expected)
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_inside_an_operator(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, and below a compiled layer, where neither autograd nor `vmap` is at hand; once, whatever the documents
