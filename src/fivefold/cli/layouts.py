@@ -25,7 +25,7 @@ def plan(
         int | None, typer.Option(min=1, help="Rows of a step.", show_default="4 a device")
     ] = None,
     layout: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Estimate this one too, such as shard8.tp8.", show_default=False)
+        str | None, typer.Option(metavar="TEXT", help="Estimate this one too, such as shard8.tp8.")
     ] = None,
     max_seq_length: Annotated[
         bool, typer.Option("--max-seq-length", help="The longest rows that fit instead.")
@@ -35,13 +35,7 @@ def plan(
     ] = False,
     price: Annotated[
         float | None,
-        typer.Option(
-            min=0,
-            max=1e9,
-            metavar="X",
-            help="Price of a device for an hour: adds what tokens cost.",
-            show_default=False,
-        ),
+        typer.Option(min=0, max=1e9, metavar="X", help="Price of a device for an hour: adds what tokens cost."),
     ] = None,
     mtbf: Annotated[
         float | None,
@@ -50,15 +44,11 @@ def plan(
             max=1e9,
             metavar="HOURS",
             help="Mean time between failures of one device: adds checkpoint interval, restart time and goodput.",
-            show_default=False,
         ),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
     write_to: Annotated[
-        str | None,
-        typer.Option(
-            "--write", metavar="FILE", help="Write a run file of the first.", show_default=False, callback=place
-        ),
+        str | None, typer.Option("--write", metavar="FILE", help="Write a run file of the first.", callback=place)
     ] = None,
     json: Json = None,
     html: Html = None,
@@ -114,13 +104,9 @@ class Precision(StrEnum):
 def verify(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="RUN.yaml key=value", help="A run file (none: the demo's), and keys to set.", show_default=False
-        ),
+        typer.Argument(metavar="RUN.yaml key=value", help="A run file (none: the demo's), and keys to set."),
     ] = None,
-    layouts: Annotated[
-        str, typer.Option(help="Layouts to prove, such as tp2,shard2.tp2+zero1.", show_default=False)
-    ] = "",
+    layouts: Annotated[str, typer.Option(help="Layouts to prove, such as tp2,shard2.tp2+zero1.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="A thin model and few steps: seconds.")] = False,
     thin: Annotated[bool, typer.Option("--thin", help="A layer of each kind, and narrow ones.")] = False,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps to train.", show_default="20; quick: 5")] = None,
@@ -162,17 +148,11 @@ class Ranks(StrEnum):
 def rehearse(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="RUN.yaml key=value", help="A run file (none: the demo's), and keys to set.", show_default=False
-        ),
+        typer.Argument(metavar="RUN.yaml key=value", help="A run file (none: the demo's), and keys to set."),
     ] = None,
-    cluster: Annotated[
-        str, typer.Option(metavar="TEXT", help="Cluster that it would run on, such as 16x8xH100.", show_default=False)
-    ] = "",
+    cluster: Annotated[str, typer.Option(metavar="TEXT", help="Cluster that it would run on, such as 16x8xH100.")] = "",
     rank: Annotated[int | None, typer.Option(min=0, help="Rank to rehearse.", show_default="0")] = None,
-    ranks: Annotated[
-        Ranks | None, typer.Option(help="One of each kind: first, middle and last of a pipeline.", show_default=False)
-    ] = None,
+    ranks: Annotated[Ranks | None, typer.Option(help="One of each kind: first, middle and last of a pipeline.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 2,
     synthetic: Annotated[
         bool, typer.Option("--synthetic", help="Random documents in place of data.train, and no tokenizer.")
@@ -206,14 +186,11 @@ def compare(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="RUN.yaml ... key=value",
-            help="Run files (none: the demo's), and keys to set in all of them.",
-            show_default=False,
+            metavar="RUN.yaml ... key=value", help="Run files (none: the demo's), and keys to set in all of them."
         ),
     ] = None,
     vary: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="The run file once more, with this set. Repeat it.", show_default=False),
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="The run file once more, with this set. Repeat it.")
     ] = None,
     nproc: Annotated[
         str, typer.Option(metavar="N,N", help="Numbers of devices, such as 1,2,4.", show_default="as fivefold train")
@@ -225,8 +202,7 @@ def compare(
         Path | None, typer.Option(metavar="DIR", help="Folder of the runs.", show_default="runs/compare-...")
     ] = None,
     against: Annotated[
-        list[str] | None,
-        typer.Option(metavar="LOG", help="Another trainer's log, or a run folder. Repeat it.", show_default=False),
+        list[str] | None, typer.Option(metavar="LOG", help="Another trainer's log, or a run folder. Repeat it.")
     ] = None,
     json: Json = None,
     html: Html = None,

@@ -26,16 +26,13 @@ def calibrate(
         typer.Option("--nodes", help="Every rank of an allocation, under torchrun or srun."),
     ] = False,
     chip: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Chip whose table to start from, for a GPU without one.", show_default=False),
+        str | None, typer.Option(metavar="NAME", help="Chip whose table to start from, for a GPU without one.")
     ] = None,
     run: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="RUN", help="Correct by a finished run instead.", show_default=False),
+        Path | None, typer.Option("--from", metavar="RUN", help="Correct by a finished run instead.")
     ] = None,
     cluster: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="With --from: what is corrected, such as a file.", show_default=False),
+        str | None, typer.Option(metavar="TEXT", help="With --from: what is corrected, such as a file.")
     ] = None,
     json: Json = None,
     debug: Debug = False,
@@ -72,8 +69,7 @@ def calibrate(
 
 def doctor(
     model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help="A model instead: the plan of one rank.", show_default=False),
+        str | None, typer.Argument(metavar="[MODEL]", help="A model instead: the plan of one rank.")
     ] = None,
     layout: Annotated[
         str | None,
@@ -84,19 +80,13 @@ def doctor(
     nodes: Annotated[
         bool, typer.Option("--nodes", help="Every rank of an allocation instead, under torchrun, srun or --nproc.")
     ] = False,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="With --nodes: workers on this machine.", show_default=False)
-    ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="With --nodes: workers on this machine.")] = None,
     device: Annotated[str, typer.Option(help="With --nodes: auto, cpu or cuda.")] = "auto",
     cluster: Annotated[
-        str,
-        typer.Option(
-            metavar="TEXT", help="With --nodes: what links to expect, such as 2x8xH100@p5.", show_default=False
-        ),
+        str, typer.Option(metavar="TEXT", help="With --nodes: what links to expect, such as 2x8xH100@p5.")
     ] = "",
     file: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATH", help="With --nodes: a file or folder that ranks must share.", show_default=False),
+        list[str] | None, typer.Option(metavar="PATH", help="With --nodes: a file or folder that ranks must share.")
     ] = None,
     json: Json = None,
     debug: Debug = False,

@@ -36,13 +36,12 @@ def generate(
             metavar="RUN_OR_MODEL", help="A run folder or its s3:// copy, a Hugging Face folder or a hub id."
         ),
     ],
-    prompt: Annotated[str | None, typer.Option(help="The text to continue.", show_default=False)] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
     prompts: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
             help="Prompts, one a line; or .jsonl with prompt or messages. Answers are JSON lines, in order.",
-            show_default=False,
         ),
     ] = None,
     out: Annotated[
@@ -54,7 +53,7 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Prompts are turns of a conversation; without one, talk with the model.")
     ] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: the system's turn.", show_default=False)] = None,
+    system: Annotated[str | None, typer.Option(help="With --chat: the system's turn.")] = None,
     layout: Annotated[str, typer.Option(help="How to spread the model, such as tp2.")] = "single",
     device: Annotated[Device, typer.Option(help="auto takes CUDA where there is one.")] = Device.AUTO,
     step: Annotated[
@@ -71,9 +70,7 @@ def generate(
     top_p: Annotated[
         float, typer.Option(help="Choose among the likeliest tokens that make up this probability; 1 = among all.")
     ] = TOP_P,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be repeated.", show_default=False)
-    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     seed: Annotated[int, typer.Option(help="Fixes the choices.")] = SEED,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Prompts of --prompts computed together.")
@@ -113,10 +110,7 @@ def evaluate(
     text_key: Annotated[str, typer.Option(help="Key of the text of --text, as data.train.text_key.")] = "text",
     tasks: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Tasks of lm-eval by name, or a folder of your own; several with commas, or repeated.",
-            show_default=False,
-        ),
+        typer.Option(help="Tasks of lm-eval by name, or a folder of your own; several with commas, or repeated."),
     ] = None,
     num_fewshot: Annotated[
         int | None, typer.Option(min=0, help="Examples in the prompt of a task.", show_default="the task's")
@@ -173,21 +167,17 @@ def export(
         str, typer.Argument(metavar="RUN", help="A run folder, such as runs/demo, or its copy: s3://bucket/runs/demo.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    step: Annotated[
-        int | None, typer.Option(min=0, help="Step of the checkpoint. Default: the newest.", show_default=False)
-    ] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint. Default: the newest.")] = None,
     best: Annotated[
         bool, typer.Option("--best", help="The step of the best validation; checkpoint.keep_best keeps it.")
     ] = False,
     dtype: Annotated[
-        DType | None,
-        typer.Option(help="Type of the weights. Default: that of the model the run started from.", show_default=False),
+        DType | None, typer.Option(help="Type of the weights. Default: that of the model the run started from.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the model folder OUT.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Put a run's adapter into the weights of its model.")] = False,
     push: Annotated[
-        str | None,
-        typer.Option(metavar="ORG/NAME", help="Upload OUT to this model repository of the hub.", show_default=False),
+        str | None, typer.Option(metavar="ORG/NAME", help="Upload OUT to this model repository of the hub.")
     ] = None,
     private: Annotated[
         bool, typer.Option("--private", help="Refuse a public repository. A new one is private by default.")
@@ -196,7 +186,7 @@ def export(
         bool, typer.Option("--public", help="Make a new repository public, and refuse a private one.")
     ] = False,
     revision: Annotated[
-        str | None, typer.Option(metavar="BRANCH", help="Branch to push to. Default: the main one.", show_default=False)
+        str | None, typer.Option(metavar="BRANCH", help="Branch to push to. Default: the main one.")
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -287,10 +277,7 @@ def _arguments(place: Path | Repository) -> str:
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/demo.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Default: RUN/report.html.", show_default=False),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: RUN/report.html.")] = None,
     debug: Debug = False,
 ) -> None:
     """Write one offline HTML page of a run: curves, who holds what, what is sent.

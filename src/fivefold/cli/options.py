@@ -40,12 +40,7 @@ class Device(StrEnum):
 # `fivefold.cli.main`, which prints every error, reads it; the verbs only list it in their help.
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
-Html = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Write one offline page.", show_default=False, callback=place)
-]
+Html = Annotated[str | None, typer.Option(metavar="FILE", help="Write one offline page.", callback=place)]
 Json = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE", help="Write all of it as JSON; - prints JSON alone.", show_default=False, callback=place
-    ),
+    str | None, typer.Option(metavar="FILE", help="Write all of it as JSON; - prints JSON alone.", callback=place)
 ]

@@ -14,9 +14,7 @@ FOLDER = Path(__file__).parents[1] / "pages"
 
 
 def docs(
-    page: Annotated[
-        str | None, typer.Argument(metavar="PAGE", help="Such as howto/data; without it, all.", show_default=False)
-    ] = None,
+    page: Annotated[str | None, typer.Argument(metavar="PAGE", help="Such as howto/data; without it, all.")] = None,
     debug: Debug = False,
 ) -> None:
     """Show a page of the documentation, or list all pages.

@@ -31,13 +31,9 @@ def train(
         typer.Argument(
             metavar="RUN.yaml key=value",
             help="A run file, or a run folder to go on with (none: the built-in demo), and keys to set on top of it.",
-            show_default=False,
         ),
     ] = None,
-    nproc: Annotated[
-        int | None,
-        typer.Option(min=1, help="Workers to start. Default: every GPU, or 2 on CPU.", show_default=False),
-    ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Workers to start. Default: every GPU, or 2 on CPU.")] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="First prove the layout on a thin model; see fivefold verify.")
     ] = False,
@@ -129,15 +125,10 @@ def launch(
     devices: Annotated[
         int | None, typer.Option(min=1, help="GPUs of each, or ranks on a CPU.", show_default="8; on a CPU 2")
     ] = None,
-    time: Annotated[
-        str | None, typer.Option(metavar="TIME", help="The most that it may take, such as 12h.", show_default=False)
-    ] = None,
-    image: Annotated[
-        str, typer.Option(metavar="NAME", help="Container image that has fivefold in it.", show_default=False)
-    ] = "",
+    time: Annotated[str | None, typer.Option(metavar="TIME", help="The most that it may take, such as 12h.")] = None,
+    image: Annotated[str, typer.Option(metavar="NAME", help="Container image that has fivefold in it.")] = "",
     output: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write the file instead of printing it.", show_default=False, callback=place),
+        str | None, typer.Option(metavar="FILE", help="Write the file instead of printing it.", callback=place)
     ] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit it too. The file is kept.")] = False,
     debug: Debug = False,
@@ -169,23 +160,17 @@ def launch(
 def data(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="RUN.yaml key=value", help="A run file (none: the demo's), and keys to set.", show_default=False
-        ),
+        typer.Argument(metavar="RUN.yaml key=value", help="A run file (none: the demo's), and keys to set."),
     ] = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show, in the order of training.")] = 2,
     prepare: Annotated[
         bool, typer.Option("--prepare", help="Tokenise ahead of the run; what is done already is kept.")
     ] = False,
     workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --prepare: processes. Default: one for each core.", show_default=False),
+        int | None, typer.Option(min=1, help="With --prepare: processes. Default: one for each core.")
     ] = None,
     shard: Annotated[
-        str | None,
-        typer.Option(
-            metavar="I/N", help="With --prepare: only share I of N, from 0, as a job of an array.", show_default=False
-        ),
+        str | None, typer.Option(metavar="I/N", help="With --prepare: only share I of N, from 0, as a job of an array.")
     ] = None,
     json: Json = None,
     debug: Debug = False,
