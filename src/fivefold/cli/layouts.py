@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.cli.options import Debug, Html, Json, place
+from fivefold.cli.options import Debug, Html, Json, RunArguments, place
 from fivefold.cli.train import split_arguments
 from fivefold.core.errors import UserError
 
@@ -102,10 +102,7 @@ class Precision(StrEnum):
 
 
 def verify(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="RUN.yaml key=value", help="A run file (none: the demo's), and keys to set."),
-    ] = None,
+    arguments: RunArguments = None,
     layouts: Annotated[str, typer.Option(help="Layouts to prove, such as tp2,shard2.tp2+zero1.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="A thin model and few steps: seconds.")] = False,
     thin: Annotated[bool, typer.Option("--thin", help="A layer of each kind, and narrow ones.")] = False,
@@ -146,10 +143,7 @@ class Ranks(StrEnum):
 
 
 def rehearse(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="RUN.yaml key=value", help="A run file (none: the demo's), and keys to set."),
-    ] = None,
+    arguments: RunArguments = None,
     cluster: Annotated[str, typer.Option(metavar="TEXT", help="Cluster that it would run on, such as 16x8xH100.")] = "",
     rank: Annotated[int | None, typer.Option(min=0, help="Rank to rehearse.", show_default="0")] = None,
     ranks: Annotated[Ranks | None, typer.Option(help="One of each kind: first, middle and last of a pipeline.")] = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.cli.options import Debug, Device, Json, place
+from fivefold.cli.options import Debug, Device, Json, RunOrModel, Step, place
 from fivefold.core.hub import Repository, repository
 from fivefold.core.text import listed, say
 from fivefold.core.units import human
@@ -30,12 +30,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN_OR_MODEL", help="A run folder or its s3:// copy, a Hugging Face folder or a hub id."
-        ),
-    ],
+    model: RunOrModel,
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
     prompts: Annotated[
         str | None,
@@ -56,9 +51,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="With --chat: the system's turn.")] = None,
     layout: Annotated[str, typer.Option(help="How to spread the model, such as tp2.")] = "single",
     device: Annotated[Device, typer.Option(help="auto takes CUDA where there is one.")] = Device.AUTO,
-    step: Annotated[
-        int | None, typer.Option(help="Step of the checkpoint of a run.", show_default="the newest")
-    ] = None,
+    step: Step = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -92,12 +85,7 @@ def generate(
 
 
 def evaluate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN_OR_MODEL", help="A run folder or its s3:// copy, a Hugging Face folder or a hub id."
-        ),
-    ],
+    model: RunOrModel,
     text: Annotated[
         str | None,
         typer.Option(
@@ -122,9 +110,7 @@ def evaluate(
     ] = EvaluateRequest.batch_size,
     layout: Annotated[str, typer.Option(help="How to spread the model, such as tp2.")] = "single",
     device: Annotated[Device, typer.Option(help="auto takes CUDA where there is one.")] = Device.AUTO,
-    step: Annotated[
-        int | None, typer.Option(help="Step of the checkpoint of a run.", show_default="the newest")
-    ] = None,
+    step: Step = None,
     seq_length: Annotated[
         int | None, typer.Option(min=2, help="Tokens of a row of text.", show_default="the run's; else up to 2048")
     ] = None,

@@ -44,3 +44,13 @@ Html = Annotated[str | None, typer.Option(metavar="FILE", help="Write one offlin
 Json = Annotated[
     str | None, typer.Option(metavar="FILE", help="Write all of it as JSON; - prints JSON alone.", callback=place)
 ]
+
+RunArguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="RUN.yaml key=value", help="A run file (none: the demo's), and keys to set."),
+]
+RunOrModel = Annotated[
+    str,
+    typer.Argument(metavar="RUN_OR_MODEL", help="A run folder or its s3:// copy, a Hugging Face folder or a hub id."),
+]
+Step = Annotated[int | None, typer.Option(help="Step of the checkpoint of a run.", show_default="the newest")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.cli.options import Debug, Json, place
+from fivefold.cli.options import Debug, Json, RunArguments, place
 from fivefold.core.errors import UserError
 from fivefold.core.streams import unseen_if_need_be
 from fivefold.core.text import say
@@ -158,10 +158,7 @@ def launch(
 
 
 def data(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="RUN.yaml key=value", help="A run file (none: the demo's), and keys to set."),
-    ] = None,
+    arguments: RunArguments = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show, in the order of training.")] = 2,
     prepare: Annotated[
         bool, typer.Option("--prepare", help="Tokenise ahead of the run; what is done already is kept.")
