@@ -18,6 +18,7 @@ from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import INTERRUPTED
 from fivefold.core.streams import CLOSED_PIPE, is_closed_pipe, is_pipe, is_unwritable, let_go, make_usable
+from fivefold.core.system import version_line
 from fivefold.core.text import say
 
 # Error texts for exhausted memory that do not come as `MemoryError`.
@@ -52,8 +53,6 @@ for _name, _verb in VERBS.items():
 
 def _say_version(wanted: bool) -> None:
     if wanted:
-        from fivefold.core.system import version_line
-
         print(version_line())
         raise typer.Exit
 

@@ -1,5 +1,6 @@
 """`fivefold plan`, `verify`, `rehearse` and `compare`: layouts before a run trusts them."""
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,9 @@ import typer
 from fivefold.cli.options import Debug, Html, Json, RunArguments, place
 from fivefold.cli.train import split_arguments
 from fivefold.core.errors import UserError
+from fivefold.core.units import parse_length
+from fivefold.hardware.cluster import Cluster
+from fivefold.report.findings import write
 
 if TYPE_CHECKING:
     from fivefold.comparison.report import CompareReport
@@ -58,13 +62,8 @@ def plan(
 
     Example: fivefold plan llama-3.1-70b --cluster 8x8xH100 --seq-length 8k --global-batch-size 256
     """
-    from dataclasses import replace
-
-    from fivefold.core.units import parse_length
-    from fivefold.hardware.cluster import Cluster
     from fivefold.planner import plan
     from fivefold.planner.estimate import Workload
-    from fivefold.report.findings import write
 
     rows = global_batch_size or 4 * Cluster.parse(cluster).world
     try:
@@ -120,9 +119,6 @@ def verify(
     Example: fivefold verify --quick --layouts tp2,shard2,shard2.tp2
     """
     path, overrides = split_arguments(arguments or [])
-    from dataclasses import replace
-
-    from fivefold.report.findings import write
     from fivefold.verification import main
 
     def publish(report: "VerifyReport") -> None:
@@ -165,7 +161,6 @@ def rehearse(
         raise UserError("--rank and --ranks exclude each other", fix="leave one of them out")
     path, overrides = split_arguments(arguments or [])
     from fivefold.rehearsal.launch import rehearse
-    from fivefold.report.findings import write
 
     found = rehearse(
         path, overrides, cluster=cluster, rank=rank, all_kinds=ranks is not None, steps=steps, synthetic=synthetic,
@@ -208,7 +203,6 @@ def compare(
     """
     from fivefold.comparison import Request, main
     from fivefold.comparison.configurations import words
-    from fivefold.report.findings import write
 
     given = arguments or []
     files = [word for word in given if "=" not in word or Path(word).exists()]

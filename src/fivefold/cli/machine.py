@@ -1,16 +1,14 @@
 """`fivefold calibrate` and `doctor`: what a machine has, and how fast it is."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from fivefold.cli.options import Debug, Device, Json, place
 from fivefold.core.errors import UserError
 from fivefold.core.files import put
-
-if TYPE_CHECKING:
-    from fivefold.report.findings import Report
+from fivefold.report.findings import Report, write
 
 
 def calibrate(
@@ -43,8 +41,6 @@ def calibrate(
     Example: srun fivefold calibrate --nodes --write cluster.toml
     Example: fivefold calibrate --from runs/demo --cluster mine.toml --write mine.toml
     """
-    from fivefold.report.findings import Report, write
-
     report: Report[Any]
     if run is not None:
         if nodes:
@@ -96,8 +92,6 @@ def doctor(
     Example: fivefold doctor llama-3.1-8b --layout shard4.tp2 --rank 5
     Example: srun fivefold doctor --nodes --file run.yaml
     """
-    from fivefold.report.findings import write
-
     if nodes:
         if model is not None:
             raise UserError("--nodes looks at ranks, not at a model", fix=f"leave {model} out")

@@ -22,7 +22,10 @@ from fivefold.generation import (
     TOP_P,
     GenerateRequest,
 )
+from fivefold.launch.memory import room
+from fivefold.launch.once import run_once
 from fivefold.launch.worker import imported
+from fivefold.report.findings import write
 
 if TYPE_CHECKING:
     from fivefold.checkpoint.push import Pushed
@@ -125,8 +128,6 @@ def evaluate(
     Example: fivefold evaluate runs/demo --text notes.txt
     """
     from fivefold.evaluation.report import EvaluateReport
-    from fivefold.launch.once import run_once
-    from fivefold.report.findings import write
 
     names = tuple(name.strip() for listed in tasks or () for name in listed.split(",") if name.strip())
     request = EvaluateRequest(
@@ -184,7 +185,6 @@ def export(
     """
     imported("fivefold.checkpoint.export")
     from fivefold.checkpoint.export import export, lacking
-    from fivefold.launch.memory import room
 
     free, to = room(), repository(push, private=private, revision=revision, public=public)
     done = export(

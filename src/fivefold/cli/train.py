@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fivefold.cli.options import Debug, Json, RunArguments, place
+from fivefold.config import RunConfig, keys, load_config
+from fivefold.config.key import json_schema_of
 from fivefold.core.errors import UserError
 from fivefold.core.streams import unseen_if_need_be
 from fivefold.core.text import say
+from fivefold.core.units import many
 from fivefold.jobs.engines import names
+from fivefold.jobs.launch import JobRequest, save, submit_file, written
+from fivefold.launch.torchrun import find_hosts, set_for_hosts, torchrun_command
+from fivefold.launch.world import find_world
+from fivefold.report.findings import Report, write
 
 if TYPE_CHECKING:
-    from fivefold.config import RunConfig
     from fivefold.data.ahead import Ahead
     from fivefold.data.shown import DataReport
-    from fivefold.report.findings import Report
 
 _COLUMNS = 80  # width of the list of keys
 
@@ -63,8 +68,6 @@ def train(
 def _become_torchrun(arguments: list[str], nproc: int | None) -> None:
     """Replace this process by a torchrun if SageMaker has started it on each of several hosts. What keeps its id keeps
     getting the signals."""
-    from fivefold.launch.torchrun import find_hosts, set_for_hosts, torchrun_command
-    from fivefold.launch.world import find_world
 
     hosts = find_hosts() if find_world("cpu") is None else None
     if hosts:
@@ -89,8 +92,6 @@ def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def print_keys() -> None:
-    from fivefold.config import keys
-
     for key in keys():
         default = "" if key.default is None else f"  [{_plain(key.default)}]"
         choices = "  " + " | ".join(map(_plain, key.choices)) if key.choices else ""
@@ -99,9 +100,6 @@ def print_keys() -> None:
 
 
 def print_schema() -> None:
-    from fivefold.config import RunConfig
-    from fivefold.config.key import json_schema_of
-
     print(json.dumps(json_schema_of(RunConfig), indent=2, ensure_ascii=False))
 
 
@@ -142,7 +140,6 @@ def launch(
         raise UserError(
             f"{arguments[0]} is no run file, which comes first", fix="fivefold launch RUN.yaml key=value ..."
         )
-    from fivefold.jobs.launch import JobRequest, save, submit_file, written
 
     request = JobRequest(run=run, to=to, overrides=overrides, nodes=nodes, devices=devices, time=time, image=image)
     engine, text, usual = written(request)
@@ -179,8 +176,6 @@ def data(
     Examples: fivefold data run.yaml data.train.path=chat.jsonl --rows 3    fivefold data run.yaml --prepare --workers 8
     """
     path, overrides = split_arguments(arguments or [])
-    from fivefold.config import load_config
-    from fivefold.report.findings import write
 
     config = load_config(path, overrides)
     if prepare:
@@ -193,7 +188,7 @@ def data(
     write(_shown(config, rows), json=json)
 
 
-def _shown(config: "RunConfig", rows: int) -> "DataReport":
+def _shown(config: RunConfig, rows: int) -> "DataReport":
     from fivefold.data import prepare
     from fivefold.data.shown import examine
 
@@ -210,9 +205,8 @@ class _Line:
     tokens: str
 
 
-def _prepared(config: "RunConfig", workers: int | None, shard: str | None) -> "Report[_Line]":
+def _prepared(config: RunConfig, workers: int | None, shard: str | None) -> Report[_Line]:
     from fivefold.data.ahead import parse_shard, prepare_ahead
-    from fivefold.report.findings import Report
     from fivefold.training.launch import preparing
 
     share = None if shard is None else parse_shard(shard)
@@ -236,8 +230,6 @@ def _prepared(config: "RunConfig", workers: int | None, shard: str | None) -> "R
 
 
 def _closing(ahead: "Ahead", *, streaming: bool) -> str:
-    from fivefold.core.units import many
-
     speed = ahead.size / 1e6 / ahead.seconds
     said = f"{many(ahead.tokenised, 'unit')} tokenised here, {ahead.size / 1e6:,.1f} MB of text"
     said += f", in {ahead.seconds:,.1f} s ({speed:.2f} MB/s)" if ahead.tokenised else ""
