@@ -102,15 +102,18 @@ class Records(Format):
 
     noun: str = "key"  # the word for a field in messages
 
-    def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
-        """Every record of a file, at least one, preceded by its place for messages."""
-        raise NotImplementedError
-
-    def records_of(self, part: FilePart, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+    def records(
+        self, path: Path, source: Source, part: FilePart | None = None
+    ) -> Generator[tuple[str, Mapping[str, object]]]:
+        """The records of a part of a file; None: of all of it, at least one. Each is preceded by its place for
+        messages."""
         raise NotImplementedError
 
     def documents(self, path: Path, source: Source) -> Iterator[Document]:
         return self._as_rows(self._documents(self.records(path, source), source), path, source)
+
+    def documents_of(self, part: FilePart, path: Path, source: Source) -> Iterator[Document]:
+        return self._as_rows(self._documents(self.records(path, source, part), source), path, source)
 
     def _as_rows(self, documents: Iterator[Document], path: Path, source: Source) -> Iterator[Document]:
         """The documents; rows of token ids are what the first ones of the file are: parts of a stream, or packed."""
@@ -124,9 +127,6 @@ class Records(Format):
                 if kind != "documents":
                     document = replace(document, is_whole=False, is_packed=kind == "packed")
             yield document
-
-    def documents_of(self, part: FilePart, path: Path, source: Source) -> Iterator[Document]:
-        return self._as_rows(self._documents(self.records_of(part, path, source), source), path, source)
 
     def _known(
         self, record: Mapping[str, object], source: Source, known: dict[tuple[str, ...], "RecordKeys | None"]

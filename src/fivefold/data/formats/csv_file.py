@@ -10,7 +10,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.units import many
 from fivefold.data.compression import MOST_BYTES, ending, lines_of, opened
 from fivefold.data.records import Records, no_text, parts_of
-from fivefold.data.source import Source, no_documents, not_utf8
+from fivefold.data.source import FilePart, Source, no_documents, not_utf8
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,9 @@ class Csv(Records):
     """CSV as Excel and pandas write it, in UTF-8: fields in double quotes may contain line ends, and quotes are
     doubled. Read row by row, with one row in memory. Every row has the fields of the first one."""
 
-    def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+    def records(
+        self, path: Path, source: Source, part: FilePart | None = None
+    ) -> Generator[tuple[str, Mapping[str, object]]]:
         where, is_empty = source.at(path), True
         with closing(_rows(path, where)) as rows:
             header = _header(path, next(rows, (1, []))[1], source)

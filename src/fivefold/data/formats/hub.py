@@ -17,7 +17,7 @@ from fivefold.core.cache import entry, key_of, write_atomically
 from fivefold.core.errors import UserError
 from fivefold.core.hub import is_hub_id, reason
 from fivefold.data.records import Records, given, parts_of
-from fivefold.data.source import HUB, Source
+from fivefold.data.source import HUB, FilePart, Source
 
 _MORE = "the form is hub:org/name?config=C&split=S&revision=R, all behind the name optional: fivefold docs howto/data"
 _OFFLINE = "the network may be down: try again; what was tokenised once needs none"
@@ -74,7 +74,9 @@ class Hub(Records):
     def size(self, path: Path) -> int:
         return _SIZE
 
-    def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+    def records(
+        self, path: Path, source: Source, part: FilePart | None = None
+    ) -> Generator[tuple[str, Mapping[str, object]]]:
         address, row = Address.parse(str(path), source.label), 0
         where = f"{source.label}: {HUB}{address.name}"
         with _readable(where):

@@ -23,7 +23,9 @@ class Json(Records):
     """Read as a whole: memory holds the file and its records, several times its size. So the size is limited, and
     larger files have to be JSON Lines."""
 
-    def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+    def records(
+        self, path: Path, source: Source, part: FilePart | None = None
+    ) -> Generator[tuple[str, Mapping[str, object]]]:
         for number, record in enumerate(_read(path, source), start=1):
             at = f"{source.at(path)}: record {number}"
             yield at, _object(record, at, fix='a list of {"text": "..."}')
@@ -74,13 +76,15 @@ class JsonLinesFormat(Records):
     error of the whole file.
     """
 
-    def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+    def records(
+        self, path: Path, source: Source, part: FilePart | None = None
+    ) -> Generator[tuple[str, Mapping[str, object]]]:
         where, is_empty = source.at(path), True
         with opened(path, where) as file:
-            for record in _objects(lines_of(file, where), where):
+            for record in _objects(_lines(file, part, where) if part else lines_of(file, where), where):
                 is_empty = False
                 yield record
-        if is_empty:
+        if is_empty and not part:
             raise no_documents(f"{where}:1")
 
     def parts(self, path: Path, source: Source, size: int) -> Sequence[tuple[FilePart, int]]:
@@ -98,27 +102,22 @@ class JsonLinesFormat(Records):
                 left, rows, last = left - len(chunk), rows + chunk.count(b"\n"), chunk[-1:]
         return replace(part, rows_before=rows + (last != b"\n"))  # with the line that runs into the part
 
-    def records_of(self, part: FilePart, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
-        where = source.at(path)
-        with opened(path, where) as file:
-            file.seek(max(0, part.start - 1))
-            while part.start and (rest := file.readline(_CHUNK)) and not rest.endswith(b"\n"):
-                pass
-            yield from _objects(_until(part.stop, file, where, part.rows_before), where)
-
 
 def _has_record(path: Path, where: str) -> bool:
     with path.open("rb") as file:
         return any(line.removeprefix(_MARK).strip() for _, line in lines_of(file, where))
 
 
-def _until(stop: int, file: IO[bytes], where: str, rows_before: int) -> Iterator[tuple[int, bytes]]:
-    """The lines that begin before the byte `stop`, with their numbers."""
+def _lines(file: IO[bytes], part: FilePart, where: str) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin in a part of a file, with their numbers."""
+    file.seek(max(0, part.start - 1))
+    while part.start and (rest := file.readline(_CHUNK)) and not rest.endswith(b"\n"):
+        pass
     begin = file.tell()
-    for row, line in lines_of(file, where) if begin < stop else ():
-        yield rows_before + row, line
+    for row, line in lines_of(file, where) if begin < part.stop else ():
+        yield part.rows_before + row, line
         begin += len(line)
-        if begin >= stop:
+        if begin >= part.stop:
             return
 
 

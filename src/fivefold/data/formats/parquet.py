@@ -1,7 +1,7 @@
 """Parquet, read with pyarrow, which is an extra. A row is a document, its text in the column `text_key`."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,6 @@ class Parquet(Records):
     def is_packed(self, path: Path) -> bool:
         return True
 
-    def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
-        is_empty = True
-        with closing(self._records(path, source, None)) as records:
-            for record in records:
-                is_empty = False
-                yield record
-        if is_empty:
-            raise no_documents(source.at(path), "the file has no rows")
-
     def parts(self, path: Path, source: Source, size: int) -> Sequence[tuple[FilePart, int]]:
         if source.rates:  # each answer is paired with another prompt of its file
             return ()
@@ -46,11 +37,8 @@ class Parquet(Records):
                 start, before, room = number + 1, rows, 0
         return parts
 
-    def records_of(self, part: FilePart, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
-        return self._records(path, source, part)
-
-    def _records(
-        self, path: Path, source: Source, part: FilePart | None
+    def records(
+        self, path: Path, source: Source, part: FilePart | None = None
     ) -> Generator[tuple[str, Mapping[str, object]]]:
         where, row = source.at(path), part.rows_before if part else 0
         with _readable(where), _open(path, where) as file:
@@ -65,6 +53,8 @@ class Parquet(Records):
                     row += 1
                     at = f"{where}:{row}"
                     yield at, {**unread, **given({key: _value_of(batch.column(key)[number], at) for key in keys})}
+        if not (row or part):
+            raise no_documents(where, "the file has no rows")
 
 
 def _open(path: Path, where: str) -> Any:
