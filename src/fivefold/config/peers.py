@@ -102,7 +102,7 @@ DIFFERENT = {
     "train_on_inputs": "data.train: [{path: ..., train_on: all}] trains what is asked too",
     "dpo rl rlhf grpo": _PREFERENCE,
     **{names: answer for key in KEYS.values() for names, answer in key.answers.items()},
-}  # fmt: skip
+}
 
 # Removed keys of `memory` -> the default, which run files of earlier runs have, and what to write instead.
 REMOVED = {

@@ -171,8 +171,9 @@ def _shared_vocabulary(folder: Path, data: PreparedData, size: int, top_k: int) 
     if size < own:
         raise UserError(
             f"the tokenizer has {own} tokens, and objective.teacher {folder} a vocabulary of {size}",
-            fix="name a teacher with the tokenizer of the model", more=_MORE,
-        )  # fmt: skip
+            fix="name a teacher with the tokenizer of the model",
+            more=_MORE,
+        )
     if top_k > own:
         raise UserError(f"objective.top_k is {top_k}, and there are {own} tokens", fix=f"set objective.top_k: {own}")
     if tokenizer_files(folder):
