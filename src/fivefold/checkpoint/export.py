@@ -20,18 +20,6 @@ from fivefold.checkpoint.agreement import base_source, check_base
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import best_step, find_checkpoint
 from fivefold.checkpoint.load import Checkpoint
-from fivefold.checkpoint.model_folder import (
-    OF_MODEL,
-    WholeTensors,
-    beside,
-    cast,
-    export_dtype,
-    hub_id,
-    json_text,
-    publish,
-    save_tensors,
-    write,
-)
 from fivefold.checkpoint.push import Pushed, check_push, push_folder
 from fivefold.config import RunConfig, parse_config
 from fivefold.core.errors import UserError
@@ -117,7 +105,7 @@ def _export(
     room: int | None, file_bytes: int,
 ) -> Exported:  # fmt: skip
     """Write `checkpoint`; its card loads it by these `arguments` of `from_pretrained`. See `export`."""
-    source: WholeTensors = checkpoint.source()
+    source: model_folder.WholeTensors = checkpoint.source()
     beside = adapter_of(checkpoint)
     if beside is None and merge:
         raise UserError(f"{run} has no adapter to merge: the whole model was trained", fix="leave --merge out")
@@ -128,7 +116,9 @@ def _export(
         size, kind = beside.write(out, run, dtype, arguments=arguments, force=force)
         return Exported(out, checkpoint.manifest.step, beside.parameters, size, kind, is_adapter=True)
     came_in = model_folder.origin(checkpoint.model_folder).get("dtype")
-    target = export_dtype(dtype, came_in=came_in, trained=checkpoint.source().dtype(checkpoint.source().ordered[0]))
+    target = model_folder.export_dtype(
+        dtype, came_in=came_in, trained=checkpoint.source().dtype(checkpoint.source().ordered[0])
+    )
     check, known = None, known_of(checkpoint.model_folder, target)
     if beside is not None:
         _check_free(out, force)
@@ -141,7 +131,7 @@ def _export(
 
 
 def write_folder(
-    source: WholeTensors, out: Path, files: Mapping[str, bytes], known: "Known", *,
+    source: model_folder.WholeTensors, out: Path, files: Mapping[str, bytes], known: "Known", *,
     force: bool = False, into: bool = False, file_bytes: int = FILE_BYTES,
 ) -> int:  # fmt: skip
     """Write `files` (config, tokenizer) and the tensors of `source` as the Hugging Face folder `out`, through a
@@ -156,7 +146,10 @@ def write_folder(
     with model_folder.beside(out) as temporary:
         _write_model_files(files, temporary, known)
         size = _write_weights(source, temporary, file_bytes, known)
-        (_publish_into if into else model_folder.publish)(temporary, out)
+        if into:
+            for old in [file for file in out.iterdir() if _WEIGHTS.fullmatch(file.name)]:
+                old.unlink()
+        _publish(temporary, out, into=into)
     return size
 
 
@@ -171,9 +164,10 @@ def _check_free(out: Path, force: bool) -> None:
         raise UserError(f"{out} exists and is not empty", fix="name a new folder; --force (force=True) replaces it")
 
 
-def _publish_into(temporary: Path, out: Path) -> None:
-    for old in [file for file in out.iterdir() if _WEIGHTS.fullmatch(file.name)]:
-        old.unlink()
+def _publish(temporary: Path, out: Path, *, into: bool) -> None:
+    """Move a finished folder to `out`; `into`: its files, beside those that are there."""
+    if not into:
+        return model_folder.publish(temporary, out)
     for path in sorted(temporary.iterdir()):
         os.replace(path, out / path.name)
 
@@ -215,7 +209,7 @@ class Known:
 
     def stored(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """The values of a tensor in the type in which it leaves. Raises `UserError` if one is too large for it."""
-        return cast(name, values, self.type_of(name))
+        return model_folder.cast(name, values, self.type_of(name))
 
     def type_of(self, name: str) -> torch.dtype:
         return self.types.get(name, self.dtype)
@@ -240,7 +234,7 @@ def lacking(lacks: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _write_weights(source: WholeTensors, folder: Path, file_bytes: int, known: Known) -> int:
+def _write_weights(source: model_folder.WholeTensors, folder: Path, file_bytes: int, known: Known) -> int:
     """Write the tensors into as few files as `file_bytes` allows, with an index if there are several."""
     files = list(_files(source, known, file_bytes))
     where: dict[str, str] = {}
@@ -263,7 +257,7 @@ def _write_weights(source: WholeTensors, folder: Path, file_bytes: int, known: K
     return total
 
 
-def _files(source: WholeTensors, known: Known, file_bytes: int) -> Iterator[list[str]]:
+def _files(source: model_folder.WholeTensors, known: Known, file_bytes: int) -> Iterator[list[str]]:
     """Names in the model's order, split so that each file stays within `file_bytes`."""
     names: list[str] = []
     size = 0
@@ -308,7 +302,7 @@ class CheckpointAdapter:
     def _model(self) -> Any:
         return build_meta(load_model_config(self.checkpoint.model_folder))
 
-    def merged(self, stored: Stored, room: int | None) -> tuple[WholeTensors, MergeCheck]:
+    def merged(self, stored: Stored, room: int | None) -> tuple[model_folder.WholeTensors, MergeCheck]:
         """The model with merged weights, fp32, and the comparison of its logits; see `check_merged`. Raises `UserError`
         if the model's own weights are gone, `RunFailed` if the logits differ."""
         transposed = transposed_modules(self._model)
@@ -326,20 +320,20 @@ class CheckpointAdapter:
         """Write a folder of `peft`, with the tokenizer and its chat template; returns its bytes, and the type of its
         weights. The card loads it by these `arguments` of `from_pretrained`. Raises `UserError`, `RunFailed`."""
         source = self.checkpoint.source()
-        kind = export_dtype(dtype, trained=source.dtype(source.ordered[0]))
+        kind = model_folder.export_dtype(dtype, trained=source.dtype(source.ordered[0]))
         card = model_card(
             self.checkpoint, run, arguments=arguments, dtype=str(kind).removeprefix("torch."), adapted=self.parameters,
         )  # fmt: skip
         folder = self.checkpoint.model_folder
         files = {**self.checkpoint.model_files(), CARD: card.encode()}
-        files = {name: files[name] for name in files.keys() - OF_MODEL}
+        files = {name: files[name] for name in files.keys() - model_folder.OF_MODEL}
         base = self.config.model.name_or_path
-        base = base_name(base, is_local=hub_id(folder, base) is None)
+        base = base_name(base, is_local=model_folder.hub_id(folder, base) is None)
         return write_peft(source, out, self.lora, self._model, base=base, dtype=kind, files=files, force=force), kind
 
 
 def write_peft(
-    source: WholeTensors, out: Path, lora: Lora, model: Any, *, base: str, dtype: torch.dtype,
+    source: model_folder.WholeTensors, out: Path, lora: Lora, model: Any, *, base: str, dtype: torch.dtype,
     files: Mapping[str, bytes] | None = None, force: bool = False, into: bool = False,
 ) -> int:  # fmt: skip
     """Write the adapter `lora` of `model` (on the meta device, without it) as the folder `out` of `peft`, through a
@@ -354,14 +348,12 @@ def write_peft(
         raise UserError(f"{out} exists and is not empty", fix="name a new folder; --force replaces an adapter")
     targets = targets_of(facts_of(model), lora)
     named = names_in_peft(targets)
-    tensors = {named[name]: to_peft(name, cast(name, source.whole(name), dtype)) for name in source.ordered}
-    with beside(out) as temporary:
-        save_tensors(tensors, temporary / WEIGHTS)
-        (temporary / PEFT_CONFIG).write_bytes(json_text(config_beside(lora, targets, model, base)))
-        write(files or {}, temporary)
-        if into:
-            for path in sorted(temporary.iterdir()):
-                os.replace(path, out / path.name)
-        else:
-            publish(temporary, out)
+    tensors = {
+        named[name]: to_peft(name, model_folder.cast(name, source.whole(name), dtype)) for name in source.ordered
+    }
+    with model_folder.beside(out) as temporary:
+        model_folder.save_tensors(tensors, temporary / WEIGHTS)
+        (temporary / PEFT_CONFIG).write_bytes(model_folder.json_text(config_beside(lora, targets, model, base)))
+        model_folder.write(files or {}, temporary)
+        _publish(temporary, out, into=into)
     return sum(tensor.nbytes for tensor in tensors.values())
