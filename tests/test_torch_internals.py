@@ -1,12 +1,10 @@
 """One contract test per private interface of torch: what `torch_internals` reads is there, and does what it says."""
 
 import ast
-import os
-import pickle
 import re
 import tomllib
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -17,17 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    _NodeDesc,
-    _RendezvousState,
-)
 from torch.distributed.fsdp import fully_shard
 
 from fivefold import torch_internals
 from fivefold.core.errors import UserError
 from fivefold.doctor import machine
-from fivefold.launch.nodes import Clock, FileBackend
 from tests import torch_surfaces
 from tests.rehearsal import fake_world
 
@@ -546,49 +538,3 @@ def test_fsdp_cuts_the_shards_that_it_reads() -> None:
             fully_shard(model)
         assert asked.call_count and cast(Any, model.weight)._local_tensor.shape == (2, 2)
     assert _fsdp_param._chunk_with_empty is before
-
-
-# ---- the nodes of a rendezvous ---------------------------------------------------------------------------------------
-
-
-def test_the_nodes_of_a_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that joined, and no longer those that have died, though torch has heard of them a moment ago."""
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-
-    def handler(*living: tuple[str, int]) -> Any:
-        backend = FileBackend(tmp_path / "state", Clock(lambda *node: node in living))
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        return DynamicRendezvousHandler.from_backend("id", store, backend, 1, 1, local_addr="here")
-
-    here = ("here", os.getpid())
-    first, sees, misses = handler(here), handler(here), handler()
-    assert torch_internals.participants(first) == {}
-    first.next_rendezvous()
-    for each in (sees, misses):
-        each.num_nodes_waiting()
-    (name,) = torch_internals.participants(first)
-    assert name.startswith(f"here_{os.getpid()}_")
-    assert torch_internals.participants(sees) == {name: 0} and torch_internals.participants(misses) == {}
-    assert torch_internals.round_of(sees) == torch_internals.round_of(first) and torch_internals.spare_nodes(sees) == 0
-    number = torch_internals.round_of(first)
-    assert not torch_internals.close_rendezvous(sees, number)  # it is not of the round
-    assert not torch_internals.close_rendezvous(first, number + 1)
-    assert torch_internals.close_rendezvous(first, number) and first.is_closed()
-
-
-def test_the_state_of_a_rendezvous_as_json() -> None:
-    state, here, there = _RendezvousState(), _NodeDesc("here", 1, 0), _NodeDesc("there", 2, 1)
-    now = datetime.now(UTC)
-    state.round, state.complete, state.deadline, state.participants = 3, True, now, {here: 0, there: 1}
-    state.wait_list, state.redundancy_list, state.last_heartbeats = {there}, {here}, {here: now, there: now}
-    clock = Clock(lambda address, _: address == "here")
-    text = torch_internals.rendezvous_to_json(pickle.dumps(state), clock)
-    back = vars(pickle.loads(torch_internals.rendezvous_of_json(text, clock)))
-    last, until = back.pop("last_heartbeats"), back.pop("deadline")
-    assert abs(last[here] - now) < timedelta(seconds=5) and last[there] == datetime.min.replace(tzinfo=UTC)
-    assert timedelta(0) < until - now < timedelta(seconds=5)
-    assert back == {name: value for name, value in vars(state).items() if name in back}
-    again = torch_internals.rendezvous_to_json(torch_internals.rendezvous_of_json(text, clock), clock)
-    assert again == text  # what others have written stays as it is
-    fresh = vars(pickle.loads(torch_internals.rendezvous_of_json(torch_internals.new_rendezvous(5), clock)))
-    assert fresh == {**vars(_RendezvousState()), "round": 4}

@@ -25,14 +25,6 @@ NEEDED: Mapping[str, str] = {
     "cuda": "_is_in_bad_fork",
     "distributed.ProcessGroup": "_get_backend",
     "distributed.distributed_c10d": "_get_default_store _resolve_process_group",
-    "distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler": "_heartbeat_lock _op_executor "
-    "_state_holder",
-    "distributed.elastic.rendezvous.dynamic_rendezvous": "_Action _NodeDesc _RendezvousState _delay",
-    "distributed.elastic.rendezvous.dynamic_rendezvous._NodeDesc": "addr pid",
-    "distributed.elastic.rendezvous.dynamic_rendezvous._BackendRendezvousStateHolder": "_cache_duration "
-    "_last_sync_time",
-    "distributed.elastic.rendezvous.dynamic_rendezvous._RendezvousState": "closed deadline last_heartbeats "
-    "participants redundancy_list round wait_list",
     "distributed.tensor.DTensor": "_local_tensor _spec",
     f"{_FSDP}._fully_shard.FSDPModule": "_get_fsdp_state",
     f"{_FSDP}._fsdp_state.FSDPState": "_comm_ctx _fsdp_param_groups/_fsdp_param_group _lazy_init _state_ctx "

@@ -15,22 +15,18 @@ on the oldest and the newest torch allowed; `check` refuses others.
 | `F.grouped_mm` | experts | 2.11: `torch._grouped_mm`; without it, a loop |
 | `_scaled_grouped_mm` | experts in fp8 | without it, emulated |
 | `_flash_attention_*` | packed attention with its log-sum-exp | |
-| the state of a rendezvous | which nodes of an elastic run are there | |
 | history of CUDA's allocator, Dynamo's metrics | `fivefold rehearse` | no other use |
 """
 
-import json
 import logging
-import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from math import inf
-from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -779,88 +775,6 @@ def compiles(most: int = 100_000) -> list[Compile]:
 
 def graph_breaks() -> dict[str, int]:
     return dict(import_module("torch._dynamo.utils").counters["graph_break"])
-
-
-def participants(rendezvous: Any) -> Mapping[str, int]:
-    """The nodes of the last round that have a heartbeat, with their numbers, by the state that was last read."""
-    return {str(node): number for node, number in rendezvous._state_holder.state.participants.items()}
-
-
-def round_of(rendezvous: Any) -> int:
-    """The number of the last round, from 1, by the state that was last read: each one has a greater number."""
-    return int(rendezvous._state_holder.state.round) + 1
-
-
-def spare_nodes(rendezvous: Any) -> int:
-    """Nodes that are there and take no part in the last round, by the state that was last read."""
-    state = rendezvous._state_holder.state
-    return len(state.wait_list | state.redundancy_list)
-
-
-def look_often(rendezvous: Any, *, every: float) -> None:
-    """Let this process look for changes of a rendezvous every so many seconds; torch does each second."""
-    elastic = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
-    assign(elastic, _delay=lambda seconds: sleep(every))
-    assign(rendezvous._state_holder, _cache_duration=every)
-
-
-def forget_state(rendezvous: Any) -> None:
-    """Let the next look at a rendezvous read its state, whenever it was last read."""
-    assign(rendezvous._state_holder, _last_sync_time=-1)
-
-
-def close_rendezvous(rendezvous: Any, number: int, *, seconds: float = 30) -> bool:
-    """Close the rendezvous for all nodes if round `number` is the last one, and this node is of it. Returns whether it
-    is closed. Both are decided on one state: another node cannot begin a round in between."""
-    actions = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")._Action
-
-    def act(context: Any, deadline: float) -> Any:
-        is_ours = context.state.round + 1 == number and context.node in context.state.participants
-        if context.state.closed or not is_ours:
-            return actions.FINISH
-        return actions.ERROR_TIMEOUT if monotonic() > deadline else actions.MARK_RENDEZVOUS_CLOSED
-
-    with rendezvous._heartbeat_lock:
-        rendezvous._op_executor.run(act, monotonic() + seconds)
-        return bool(rendezvous._state_holder.state.closed)
-
-
-Times = Any  # `Clock` of `launch/nodes.py`
-
-
-def new_rendezvous(number: int) -> str:
-    """A state, as JSON, without nodes, of which the next round is `number`."""
-    empty: dict[str, Any] = {name: [] for name in (*_OF_NODES, "wait_list", "redundancy_list")}
-    return json.dumps({"round": number - 1, "complete": False, "deadline": None, "closed": False, **empty})
-
-
-def rendezvous_to_json(state: bytes, times: Times) -> str:
-    """The state of a rendezvous as JSON. `state`: the pickle that torch has just made of it, in this process."""
-    fields = vars(pickle.loads(state))
-    tables = {name: [[*astuple(node), fields[name][node]] for node in fields[name]] for name in _OF_NODES}
-    tables["last_heartbeats"] = [[*row[:3], times.text(tuple(row[:3]), row[3])] for row in tables["last_heartbeats"]]
-    deadline = times.text(None, fields["deadline"]) if fields["deadline"] else None
-    lists = {name: [astuple(node) for node in fields[name]] for name in ("wait_list", "redundancy_list")}
-    return json.dumps({**fields, **tables, **lists, "deadline": deadline})
-
-
-def rendezvous_of_json(text: str, times: Times) -> bytes:
-    """The state of a rendezvous as torch takes it from a backend. It removes nodes with old heartbeats."""
-    times.look()
-    elastic = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
-    state, fields = elastic._RendezvousState(), json.loads(text)
-    tables = {name: {elastic._NodeDesc(*row[:3]): row[3] for row in fields[name]} for name in _OF_NODES}
-    tables["last_heartbeats"] = {
-        node: times.last_seen(astuple(node), beat) for node, beat in tables["last_heartbeats"].items()
-    }
-    lists = {name: {elastic._NodeDesc(*row) for row in fields[name]} for name in ("wait_list", "redundancy_list")}
-    nodes = [astuple(node) for node in tables["participants"]]
-    deadline = times.deadline(fields["deadline"], nodes) if fields["deadline"] else None
-    vars(state).update({**fields, **tables, **lists, "deadline": deadline})
-    return pickle.dumps(state)
-
-
-_OF_NODES = ("participants", "last_heartbeats")  # tables of a rendezvous
 
 
 # Versions ------------------------------------------------------------------------------------------------------------

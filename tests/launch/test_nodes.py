@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -12,15 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import yaml
-from torch.distributed.elastic.rendezvous import RendezvousStoreInfo, dynamic_rendezvous
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from fivefold.config import RunConfig, load_config
 from fivefold.core import history
@@ -30,18 +26,7 @@ from fivefold.launch import nodes as launch_nodes
 from fivefold.launch.failure import Suspected, WorkerDied
 from fivefold.launch.folder import FolderLock, held
 from fivefold.launch.memory import Memory
-from fivefold.launch.nodes import (
-    HEARTBEAT,
-    MISSED,
-    Clock,
-    FileBackend,
-    Meeting,
-    Member,
-    Round,
-    _agree,
-    _LauncherLocks,
-    changed,
-)  # fmt: skip
+from fivefold.launch.nodes import Meeting, MeetingState, Member, NodeRound, _agree, _LauncherLocks, changed
 from fivefold.launch.rounds import take
 from fivefold.launch.workers import NodesChanged, OtherNodes, workers_of_node
 from fivefold.launch.world import NodeRanks, World, check_nodes, find_world, is_started_by_node, worker_environment
@@ -55,8 +40,8 @@ from tests.training.bodies import column, run_dir, run_file, train
 A, B, C = Member("a", 1, 2), Member("b", 2, 2), Member("c", 3, 3)
 
 
-def met(node: int, *members: Member) -> Round:
-    return Round(7, node, members, "a:1", store=None, wait=lambda keys: None)
+def met(node: int, *members: Member) -> NodeRound:
+    return NodeRound(7, node, members, "a:1", store=None, wait=lambda keys: None)
 
 
 # ---- what is asked for -----------------------------------------------------------------------------------------------
@@ -192,41 +177,47 @@ def test_the_page_of_a_run_marks_where_the_nodes_changed(tmp_path: Path) -> None
 # ---- the meeting -----------------------------------------------------------------------------------------------------
 
 
-def test_the_state_of_a_meeting_changes_only_from_the_one_that_was_read(tmp_path: Path) -> None:
-    states = [_RendezvousState() for _ in range(3)]
-    for number, state in enumerate(states):
-        state.round = 10 ** (5 * number)
-    first, second, third = map(pickle.dumps, states)
-    backend, other = (FileBackend(tmp_path / "state", Clock(lambda *_: True)) for _ in range(2))
-    assert backend.get_state() is None
-    found, token, is_set = backend.set_state(third)
-    assert is_set and pickle.loads(found).round == 10**10
-    assert other.set_state(first)[1:] == (token, False)
-    assert other.set_state(first, token)[2]
-    now = backend.get_state()
-    assert now is not None and pickle.loads(now[0]).round == 1  # shorter than what stood there
-    assert not backend.set_state(second, token)[2] and backend.set_state(second, now[1])[2]
+def state_in(folder: Path, name: str = "a-1", **options: Any) -> MeetingState:
+    (folder / "state").touch(mode=0o600)
+    if not (folder / "state").read_text():
+        (folder / "state").write_text('{"round": 0}')
+    return MeetingState(folder / "state", name, **{"lives": lambda _: True, **options})
+
+
+def test_the_state_of_a_meeting_has_every_change(tmp_path: Path) -> None:
+    states = [state_in(tmp_path, name) for name in ("a-1", "b-2")]
+
+    def count(state: MeetingState) -> None:
+        for _ in range(50):
+            state.change(lambda tree: tree.update(round=tree["round"] + 1, members=["a-1"] * (tree["round"] % 3)))
+            state.beat()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(count, states * 2))
+    for state in states:
+        state.forget()
+        assert state.look()["round"] == 200 and state.look()["beats"] == {"a-1": 100, "b-2": 100}
 
 
 def test_a_launcher_lives_as_long_as_it_holds_its_lock(tmp_path: Path) -> None:
-    presence = _LauncherLocks(tmp_path / ".nodes", "here")
-    other = _LauncherLocks(tmp_path / ".nodes", "there")
-    assert presence.lives("there", os.getpid()) and not presence.lives("elsewhere", os.getpid())
+    presence = _LauncherLocks(tmp_path / ".nodes", "here-1")
+    other = _LauncherLocks(tmp_path / ".nodes", "there-1")
+    assert presence.lives("there-1") and not presence.lives("there-2") and not presence.lives("elsewhere-1")
     other.release()
-    assert not presence.lives("there", os.getpid()) and presence.lives("here", os.getpid())
-    assert presence.has_all({("here", os.getpid())}) and not presence.has_all({("there", os.getpid())})
+    assert not presence.lives("there-1") and presence.lives("here-1")
+    assert presence.has_all({"here-1"}) and not presence.has_all({"there-1"})
     state = tmp_path / ".nodes" / "state"
     assert json.loads(state.read_text())["round"] == 0
     state.write_text('{"round": 41}\n')
-    other = _LauncherLocks(tmp_path / ".nodes", "there")
+    other = _LauncherLocks(tmp_path / ".nodes", "there-1")
     assert json.loads(state.read_text()) == {"round": 41}  # the first one is still there
     for each in (presence, other):
         each.release()
-    _LauncherLocks(tmp_path / ".nodes", "here").release()
-    assert json.loads(state.read_text())["round"] == 42
+    _LauncherLocks(tmp_path / ".nodes", "here-1").release()
+    assert json.loads(state.read_text())["round"] == 41
     take(tmp_path, 50)
     state.unlink()
-    _LauncherLocks(tmp_path / ".nodes", "here").release()
+    _LauncherLocks(tmp_path / ".nodes", "here-1").release()
     assert json.loads(state.read_text())["round"] == 50
 
 
@@ -235,10 +226,10 @@ def test_a_state_that_others_can_write_is_not_read(mode: int, tmp_path: Path) ->
     (tmp_path / "state").write_bytes(b"code")
     (tmp_path / "state").chmod(mode)
     with pytest.raises(UserError, match="others may write to it"):
-        FileBackend(tmp_path / "state", Clock(lambda *_: True)).get_state()
+        MeetingState(tmp_path / "state", "a-1", lambda _: True).look()
     (tmp_path / "link").symlink_to(tmp_path / "state")
     with pytest.raises(Exception, match="link"):
-        FileBackend(tmp_path / "link", Clock(lambda *_: True)).get_state()
+        MeetingState(tmp_path / "link", "a-1", lambda _: True).look()
 
 
 def two_meetings(folder: Path, monkeypatch: pytest.MonkeyPatch, *, least: int, most: int = 3) -> list[Meeting]:
@@ -258,49 +249,27 @@ class Hours:
         return self.seconds
 
 
-def test_a_heartbeat_is_as_old_as_it_has_been_known_whatever_the_clocks_say() -> None:
-    hours, a_node = Hours(), ("b", 2, 0)
-    clock = Clock(lambda *_: True, hours)
+def test_a_node_is_gone_when_its_lock_is_free_or_its_heartbeat_stays_out(tmp_path: Path) -> None:
+    hours, living = Hours(), {"a-1", "b-2"}
+    state, other = state_in(tmp_path, now=hours, lives=living.__contains__), state_in(tmp_path, "b-2")
 
-    def age(sign: str, seconds: float) -> float:
+    def members(seconds: float) -> list[str]:
         hours.seconds += seconds
-        clock.look()
-        return (datetime.now(UTC) - clock.last_seen(a_node, sign)).total_seconds()
+        return list(state.look()["members"])
 
-    assert age("an hour ago", 1) == pytest.approx(0, abs=0.1)
-    assert [round(age("an hour ago", 1)) for _ in range(11)][-1] == 11  # nothing new for 11 s: it is gone
-    assert age("in an hour", 1) == pytest.approx(0, abs=0.1)
-    assert age("in an hour", 3600) < HEARTBEAT * MISSED  # this node stood still, which says nothing of the other
-    seen = clock.last_seen(a_node, "in an hour")
-    assert clock.text(a_node, seen) == "in an hour" != clock.text(a_node, datetime.now(UTC))
-    assert (clock.deadline("tomorrow", []) - datetime.now(UTC)).total_seconds() == pytest.approx(1, abs=0.1)
-    clock.all_there = lambda nodes: nodes == {("b", 2)}
-    assert clock.deadline("tomorrow", [("a", 1, 0)]) > datetime.now(UTC) > clock.deadline("tomorrow", [a_node])
-    assert Clock(lambda *_: False).last_seen(a_node, "now").year == 1
+    def both(tree: dict[str, Any]) -> None:
+        tree["members"] = ["a-1", "b-2"]
 
-
-@pytest.mark.parametrize("ahead", [60, -60, 10**6])
-def test_a_node_whose_clock_is_wrong_meets_the_others(
-    ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Wrong(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
-            is_off = threading.current_thread().name.startswith("wrong")
-            return datetime.now(tz) + timedelta(seconds=ahead if is_off else 0)
-
-    for module in (dynamic_rendezvous, launch_nodes):
-        monkeypatch.setattr(module, "datetime", Wrong)
-    right, wrong = two_meetings(tmp_path, monkeypatch, least=2)
-    with ThreadPoolExecutor(1, "right") as one, ThreadPoolExecutor(1, "wrong") as two:
-        both = [pool.submit(each.join, 1) for pool, each in ((one, right), (two, wrong))]
-        rounds = [joined.result(30) for joined in both]
-        assert {each.node for each in rounds} == {0, 1} and len({each.number for each in rounds}) == 1
-        for _ in range(4):
-            time.sleep(0.6)
-            assert [pool.submit(each.news).result() for pool, each in ((one, right), (two, wrong))] == ["", ""]
-        right.close()
-        wrong.close()
+    other.change(both)
+    other.beat()
+    assert [members(1) for _ in range(10)][-1] == ["a-1", "b-2"]
+    assert members(1) == ["a-1"]  # nothing new for 10 s
+    other.beat()
+    assert members(1) == members(3600) == ["a-1", "b-2"]  # this node stood still, which says nothing of the other
+    living.remove("b-2")
+    assert members(1) == ["a-1"]
+    state.beat()
+    assert json.loads((tmp_path / "state").read_text().partition("\n")[0])["members"] == ["a-1"]
 
 
 def test_a_node_of_a_round_that_is_over_ends_nothing(tmp_path: Path) -> None:
@@ -313,42 +282,47 @@ def test_a_node_of_a_round_that_is_over_ends_nothing(tmp_path: Path) -> None:
     meeting.close()
 
 
-@pytest.mark.parametrize(("gone", "is_seen"), [(0, True), (1, True), (1, False)])
+@pytest.mark.parametrize("gone", [0, 1])
 def test_a_node_that_is_killed_as_a_round_begins_is_waited_for_by_nobody(
-    gone: int, is_seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is killed when the round is complete, before it has said who it is. `is_seen`: the other one knows it as a
-    node of the round."""
-    monkeypatch.setattr(launch_nodes, "_WORD", 1)
-    meetings, build = two_meetings(tmp_path, monkeypatch, least=2), RendezvousStoreInfo.build
-    known, killed = threading.Event(), threading.Event()
-    rendezvous = meetings[1 - gone]._rendezvous
-    counted = rendezvous._get_world
+    """It is killed when the round is complete, before it has said who it is."""
+    meetings = two_meetings(tmp_path, monkeypatch, least=2)
+    gather = meetings[gone]._gathered
 
-    def count() -> Any:
-        world = counted() if is_seen else None
-        known.set()
-        assert killed.wait(20)
-        meetings[1 - gone].has_news_within(0)  # it reads the state, as each heartbeat does
-        return world or counted()
+    def killed() -> Any:
+        gather()
+        meetings[gone].close()
+        raise KeyboardInterrupt
 
-    def met_or_killed(number: int, store: Any, **options: Any) -> RendezvousStoreInfo:
-        if threading.current_thread().name.startswith("killed"):
-            assert known.wait(20)
-            meetings[gone].close()
-            killed.set()
-            raise KeyboardInterrupt
-        return build(number, store, **options)
-
-    monkeypatch.setattr(rendezvous, "_get_world", count)
-    monkeypatch.setattr(RendezvousStoreInfo, "build", met_or_killed)
-    with ThreadPoolExecutor(1, "killed") as one, ThreadPoolExecutor(1) as two:
-        ends = [pool.submit(meetings[node].join, 1) for pool, node in ((one, gone), (two, 1 - gone))]
+    monkeypatch.setattr(meetings[gone], "_gathered", killed)
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(meetings[node].join, 1) for node in (gone, 1 - gone)]
         try:
             assert isinstance(ends[0].exception(30), KeyboardInterrupt)
             assert isinstance(ends[1].exception(30), NodesChanged)
         finally:
             meetings[1 - gone].close()  # ends what still waits
+
+
+def test_nodes_meet_anew_when_one_comes_and_when_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = two_meetings(tmp_path, monkeypatch, least=1)
+    alone = first.join(1)
+    assert first.news() == "" and len(alone.members) == 1
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(other.join, 2)
+        while not (news := first.news()):
+            time.sleep(0.05)
+        assert news == "came" and not waits.done()
+        both = [first.join(1), waits.result(30)]
+    assert [each.node for each in both] == [0, 1] and both[0].members == both[1].members
+    assert both[0].number == both[1].number == alone.number + 1 and both[0].meets == both[1].meets
+    assert first.news() == other.news() == ""
+    other.close()
+    first.has_news_within(5)
+    assert first.news() == "gone"
+    assert len(first.join(1).members) == 1
+    first.close()
 
 
 def test_a_node_for_which_there_is_no_place_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,9 @@
-"""The meeting of the launchers of several nodes, `train.nodes`: torch's elastic rendezvous in the run folder.
+"""The meeting of the launchers of several nodes, `train.nodes`: a state in the run folder, changed under a lock.
 
 Nodes that train together see one run folder, so no node is special, and none needs the address of another before they
-meet. torch decides which nodes take part, and in what order. Its state is a file of JSON: a pickle would run what
-another user writes there. Each launcher holds a lock as long as it lives: the others see at once that it has ended. A
-node counts as dead when its heartbeat has not changed for 10 s, by the reader's clock. Clocks of different machines are
-never compared.
+meet. Each launcher holds a lock as long as it lives: the others see at once that it has ended. A node also counts as
+dead when its heartbeat has not changed for 10 s, by the reader's clock. Clocks of different machines are never
+compared.
 """
 
 import fcntl
@@ -12,53 +11,30 @@ import json
 import os
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, untyped
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousGracefulExitError,
-    RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousBackend,
-    RendezvousTimeout,
-)
+from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]  # public, untyped
 
 from fivefold.core.alike import FIX, difference
-from fivefold.core.errors import RunFailed, UserError, first_line
+from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.text import listed
 from fivefold.launch.meeting import LOOPBACK
 from fivefold.launch.rounds import last_round
 from fivefold.launch.workers import CAME, GONE, NodesChanged
 from fivefold.launch.world import NodeRanks
-from fivefold.torch_internals import (
-    close_rendezvous,
-    forget_state,
-    look_often,
-    new_rendezvous,
-    participants,
-    rendezvous_of_json,
-    rendezvous_to_json,
-    round_of,
-    spare_nodes,
-)
 
 FOLDER = ".nodes"
-LAST_CALL = timedelta(seconds=1)  # time for further nodes to come once the least number of them is there
+LAST_CALL = 1.0  # seconds for further nodes to come once the least number of them is there
 HEARTBEAT, MISSED = 1, 10  # seconds between a node's heartbeats, and how many may be missing
 LOOK = 0.2  # seconds between two looks at who is there
-_WORD = HEARTBEAT * MISSED  # seconds that torch waits for a word of the first node, without a look at whether it lives
 _PAUSE = 0.05  # seconds between two looks at what the others have said
 _OWN = 0o600
 _PAGE = "fivefold docs howto/elastic"
@@ -67,6 +43,10 @@ _SIOCGIFADDR = 0x8915
 
 class Ended(Exception):
     """The run has ended on the other nodes, while this one waited."""
+
+
+class Unreachable(Exception):
+    """The folder of the meeting cannot be read or written."""
 
 
 class Member(NamedTuple):
@@ -81,7 +61,7 @@ class Member(NamedTuple):
 
 
 @dataclass
-class Round:
+class NodeRound:
     """The nodes that train together until one is gone or another one comes; this one is number `node`.
 
     `number`: greater than that of any round before. `meets`: `host:port` for the ranks. `store`: for the launchers of
@@ -150,61 +130,89 @@ class Meeting:
     def __init__(
         self, run_dir: Path, least: int, most: int, *, timeout: float, about: Mapping[str, Any] | None = None
     ) -> None:
-        self._folder, self._least, self._timeout = run_dir / FOLDER, least, timeout
-        self._there: Mapping[str, int] = {}
-        self._last = 0  # number of the last round of this node
-        here = address()
-        self._presence = _LauncherLocks(self._folder, here)
+        self._folder, self._least, self._most, self._timeout = run_dir / FOLDER, least, most, timeout
+        self._there: list[str] = []  # nodes of the last round of this node, and its number
+        self._last = 0
+        self._came, self._since = list[str](), 0.0  # those that wait for a round, and since when
+        self._here = address()
+        self._name = f"{self._here}-{os.getpid()}"
+        self._locks = _LauncherLocks(self._folder, self._name)
         try:
             _agree(self._folder / "agreed", about or {})
         except UserError:
-            self._presence.release()
+            self._locks.release()
             raise
-        # Without this, rank 0 of a later round could be sent to the store of a node that is gone.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        store, self._clock = FileStore(str(self._folder / "store")), Clock(self._presence.lives)
-        store.set_timeout(timedelta(seconds=_WORD))
-        self._rendezvous = DynamicRendezvousHandler.from_backend(
-            "nodes", store, FileBackend(self._folder / "state", self._clock), least, most, local_addr=here,
-            timeout=RendezvousTimeout(join=timedelta(seconds=timeout), last_call=LAST_CALL),
-            keep_alive_interval=HEARTBEAT, keep_alive_max_attempt=MISSED,
-        )  # fmt: skip
-        look_often(self._rendezvous, every=LOOK)
+        self._store = FileStore(str(self._folder / "store"))
+        self._state = MeetingState(self._folder / "state", self._name, self._locks.lives)
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._keep_up, name="heartbeat", daemon=True).start()
 
-    def join(self, workers: int) -> Round:
+    def _keep_up(self) -> None:
+        while not self._is_closed.wait(HEARTBEAT):
+            with suppress(Unreachable):  # a disk may fail for a moment
+                self._state.beat()
+
+    def join(self, workers: int) -> NodeRound:
         """Wait for the next round, with `workers` workers of this node.
 
         Raises `Ended` if the run ends meanwhile, `NodesChanged` if a node is gone before it has said who it is,
         `RunFailed` if too few nodes come, and `UserError` if the folder cannot be read or written.
         """
         try:
-            info = self._rendezvous.next_rendezvous()
-        except (RendezvousClosedError, RendezvousGracefulExitError):
-            raise _refused(self._folder / "agreed") or Ended from None
-        except (RendezvousConnectionError, RuntimeError) as error:
-            if "Timeout" in str(error):  # the first node is gone, before it has said where the ranks meet
-                raise NodesChanged(GONE) from None
-            raise UserError(f"the nodes cannot meet: {first_line(error)}", more=_PAGE) from error
-        except RendezvousTimeoutError as error:
-            raise RunFailed(
-                f"fewer than {self._least} nodes have come in {self._timeout:g} s (train.nodes, launch.timeout)",
-                fix="start the same command on each of them, with a run.dir that all see",
-                more=_PAGE,
-            ) from error
-        self._there, number = participants(self._rendezvous), round_of(self._rendezvous)
-        is_whole = sorted(self._there.values()) == list(range(info.world_size))
-        if not is_whole or info.world_size < self._least:  # one is gone since the round is complete
-            raise NodesChanged(GONE)
+            number, self._there = self._gathered()
+        except Unreachable as error:
+            raise UserError(f"the nodes cannot meet: {error}", more=_PAGE) from error
         missed, self._last = 0 < self._last < number - 1, number
-        self._clock.all_there = self._presence.has_all  # the first time nodes may be about to start
-        mine = Member(socket.gethostname(), os.getpid(), workers)
-        info.store.set(f"member/{info.rank}", json.dumps(mine))
-        keys = [f"member/{node}" for node in range(info.world_size)]
-        wait = partial(self._wait, info.store)
-        wait(keys)
-        members = [Member(*json.loads(info.store.get(key))) for key in keys]
-        met = info.bootstrap_store_info
-        return Round(number, info.rank, members, f"{met.master_addr}:{met.master_port}", info.store, wait, missed)
+        node, store = self._there.index(self._name), PrefixStore(str(number), self._store)
+        if node == 0:
+            with socket.create_server(("", 0)) as free:
+                store.set("meets", f"{self._here}:{free.getsockname()[1]}")
+        store.set(f"member/{node}", json.dumps(Member(socket.gethostname(), os.getpid(), workers)))
+        keys, wait = [f"member/{node}" for node in range(len(self._there))], partial(self._wait, store)
+        wait(["meets", *keys])
+        members = [Member(*json.loads(store.get(key))) for key in keys]
+        return NodeRound(number, node, members, store.get("meets").decode(), store, wait, missed)
+
+    def _gathered(self) -> tuple[int, list[str]]:
+        """Wait for a round of this node: its number and its nodes, in order."""
+        self._state.change(self._leave)
+        waited = 0.0
+        while self._name not in (state := self._state.change(self._gather))["members"]:
+            if state["closed"]:
+                raise _refused(self._folder / "agreed") or Ended
+            if waited >= self._timeout:
+                self._state.change(self._leave)
+                raise RunFailed(
+                    f"fewer than {self._least} nodes have come in {self._timeout:g} s (train.nodes, launch.timeout)",
+                    fix="start the same command on each of them, with a run.dir that all see",
+                    more=_PAGE,
+                )
+            waited += LOOK * (len(state["members"]) < self._most)  # there may be no place for long
+            time.sleep(LOOK)
+        return state["round"], state["nodes"]
+
+    def _leave(self, state: dict[str, Any]) -> None:
+        for of in ("members", "waiting"):
+            state[of] = [name for name in state[of] if name != self._name]
+
+    def _gather(self, state: dict[str, Any]) -> None:
+        """Wait for the next round, and begin it if it is time to: once all have left the last one."""
+        if self._name in state["members"]:
+            return
+        if self._name not in state["waiting"]:
+            state["waiting"].append(self._name)
+            state["beats"].setdefault(self._name, 0)
+        came, now = state["waiting"][: self._most], time.monotonic()
+        if came != self._came:
+            self._came, self._since = came, now
+        if state["members"] or state["closed"] or len(came) < self._least:
+            return
+        # The first time nodes may be about to start; later, those that live are known.
+        are_all = len(came) == self._most or (self._last > 0 and self._locks.has_all(came))
+        if are_all or now - self._since >= LAST_CALL:
+            state["round"] += 1
+            state["nodes"] = state["members"] = sorted(came, key=_in_order)
+            state["waiting"] = state["waiting"][self._most :]
 
     def _wait(self, store: Any, keys: list[str]) -> None:
         """Wait for values of the other nodes of this round. Raises `NodesChanged` if one is gone, and `Ended`."""
@@ -218,124 +226,121 @@ class Meeting:
     def news(self) -> str:
         """`GONE` if a node of this round is no longer there, `CAME` if another one waits, else ""."""
         try:
-            waiting = self._rendezvous.num_nodes_waiting()
-        except RendezvousConnectionError:
+            state = self._state.look()
+        except Unreachable:
             return ""
-        if participants(self._rendezvous) != self._there:
+        if (state["round"], state["members"]) != (self._last, self._there):
             return GONE
-        return CAME if waiting else ""
+        return CAME if state["waiting"] and len(self._there) < self._most else ""
 
     def has_news_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        forget_state(self._rendezvous)
+        self._state.forget()
         while not (news := self.news()) and time.monotonic() < deadline:
             time.sleep(_PAUSE)
         return bool(news)
 
     def has_ended(self) -> bool:
-        with suppress(RendezvousConnectionError):
-            return bool(self._rendezvous.is_closed())
+        with suppress(Unreachable):
+            return bool(self._state.look()["closed"])
         return False
 
-    def end(self, of: Round) -> bool:
+    def end(self, of: NodeRound) -> bool:
         """End the run on all nodes that wait, or will. Returns False if the others have gone on, in another round."""
+
+        def close(state: dict[str, Any]) -> None:
+            state["closed"] |= state["round"] == of.number and self._name in state["members"]
+
         try:
-            return close_rendezvous(self._rendezvous, of.number)
-        except (RendezvousConnectionError, RendezvousTimeoutError):
+            return bool(self._state.change(close)["closed"])
+        except Unreachable:
             return False
 
     @property
     def spare(self) -> int:
-        """The number of nodes that are there and take no part in the round."""
-        return spare_nodes(self._rendezvous)
+        """The number of nodes that are there and take no part in the round, by the state that was last read."""
+        return len(self._state.seen["waiting"])
 
     def close(self) -> None:
-        del self._rendezvous  # its heartbeat ends with it
-        self._presence.release()
+        self._is_closed.set()
+        self._locks.release()
 
 
-class FileBackend(RendezvousBackend):
-    """torch's state of a rendezvous, as JSON in a file, changed under a lock."""
-
-    def __init__(self, file: Path, clock: "Clock") -> None:
-        self._file, self._clock = file, clock
-
-    @property
-    def name(self) -> str:
-        return "file"
-
-    def get_state(self) -> tuple[bytes, Any] | None:
-        """The state, and its text as the fencing token; None if there is none."""
-        with _Locked(self._file, exclusive=False) as locked:
-            text = locked.read()
-        return (rendezvous_of_json(text, self._clock), text) if text else None
-
-    def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool]:
-        """Replace the state if it is still the one of `token`. Returns the state, its token, and whether it did."""
-        new = rendezvous_to_json(state, self._clock)
-        with _Locked(self._file, exclusive=True) as locked:
-            before = locked.read()
-            if is_set := before == (token or ""):
-                locked.write(new)
-        text = new if is_set else before
-        return rendezvous_of_json(text, self._clock), text, is_set
+def _in_order(name: str) -> tuple[str, int]:
+    address, _, process = name.rpartition("-")
+    return address, int(process)
 
 
-@dataclass
-class _Heartbeat:
-    """A text that another node has written, the seconds since this node first read it, and the time that torch was
-    given for it."""
-
-    text: str
-    age: float
-    last_seen: datetime
+_NOBODY: dict[str, Any] = {"nodes": [], "members": [], "waiting": [], "beats": {}, "closed": False}
 
 
-class Clock:
-    """Times in a state of torch's rendezvous by this node's clock alone: a heartbeat is as old as this node has known
-    its text. `lives(address, process id)`: whether the launcher of a node does.
+class MeetingState:
+    """The state of a meeting, as JSON in a file.
 
-    Only time in which this process looks is counted, so that a node that was suspended does not take the others for
-    dead. `all_there(nodes)`: whether these, by address and process id, are all nodes whose launchers live; a round then
-    waits for no more of them.
+    `round`: the number of the last round. `nodes`: those it began with, in order. `members`: those that have not left
+    it. `waiting`: nodes that wait for the next one, as they came. `beats`: the heartbeats of all. `closed`: the run has
+    ended.
+
+    Nodes that are gone are left out. A heartbeat is as old as this node has known it. Only time in which this process
+    looks is counted, so that a node that was suspended does not take the others for dead.
     """
 
-    def __init__(self, lives: Callable[[str, int], bool], now: Callable[[], float] = time.monotonic) -> None:
-        self._lives, self._now, self._looked = lives, now, now()
-        self._heartbeats: dict[tuple[str, int, int] | None, _Heartbeat] = {}
-        self.all_there: Callable[[set[tuple[str, int]]], bool] = lambda _: False
+    def __init__(
+        self, file: Path, name: str, lives: Callable[[str], bool], now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Of the node `name`. `lives(name)`: whether the launcher of a node does."""
+        self._file, self._name, self._lives, self._now = file, name, lives, now
+        self._lock = threading.RLock()  # the heartbeat has a thread of its own
+        self._ages: dict[str, tuple[int, float]] = {}  # the last heartbeat of a node, and its age
+        self.seen = _NOBODY  # the state that was last read, and when
+        self._looked = now()
+        self._is_read = False
 
-    def look(self) -> None:
-        """Count the time since the last look."""
-        now = self._now()
-        for heartbeat in self._heartbeats.values():
-            heartbeat.age += min(now - self._looked, 2 * HEARTBEAT)
-        self._looked = now
+    def change(self, act: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        """The state after `act` has changed it. Raises `Unreachable`."""
+        with self._lock, _Locked(self._file, exclusive=True) as locked:
+            before = locked.read()
+            self.seen = self._of_living(before)
+            act(self.seen)
+            if (text := json.dumps(self.seen)) != before:
+                locked.write(text)
+            return self.seen
 
-    def last_seen(self, node: tuple[str, int, int], text: str) -> datetime:
-        """Time of a node's last heartbeat; long ago, if its launcher has ended."""
-        heartbeat = self._of(node, text)
-        seen = datetime.now(UTC) - timedelta(seconds=heartbeat.age)
-        heartbeat.last_seen = seen if self._lives(*node[:2]) else datetime.min.replace(tzinfo=UTC)
-        return heartbeat.last_seen
+    def look(self) -> dict[str, Any]:
+        """The state, at most `LOOK` seconds old. Raises `Unreachable`."""
+        with self._lock:
+            if not self._is_read or self._now() - self._looked >= LOOK:
+                with _Locked(self._file, exclusive=False) as locked:
+                    self.seen = self._of_living(locked.read())
+            return self.seen
 
-    def deadline(self, text: str, nodes: Sequence[tuple[str, int, int]]) -> datetime:
-        """Time until which a round with `nodes` waits for more."""
-        heartbeat = self._of(None, text)
-        left = -LAST_CALL if self.all_there({node[:2] for node in nodes}) else LAST_CALL
-        heartbeat.last_seen = datetime.now(UTC) + left - timedelta(seconds=heartbeat.age)
-        return heartbeat.last_seen
+    def forget(self) -> None:
+        """Let the next look read the state, whenever it was last read."""
+        self._is_read = False
 
-    def text(self, node: tuple[str, int, int] | None, time: datetime) -> str:
-        """The text of a time: what another node has written, or a new one for a time that torch has set here."""
-        heartbeat = self._heartbeats.get(node)
-        return heartbeat.text if heartbeat and heartbeat.last_seen == time else f"{os.getpid()} {time.isoformat()}"
+    def beat(self) -> None:
+        def renew(state: dict[str, Any]) -> None:
+            state["beats"][self._name] = state["beats"].get(self._name, 0) + 1
 
-    def _of(self, node: tuple[str, int, int] | None, text: str) -> _Heartbeat:
-        heartbeat = self._heartbeats.get(node)
-        if heartbeat is None or heartbeat.text != text:
-            heartbeat = self._heartbeats[node] = _Heartbeat(text, 0.0, datetime.now(UTC))
-        return heartbeat
+        self.change(renew)
+
+    def _of_living(self, text: str) -> dict[str, Any]:
+        state, now = {**_NOBODY, **json.loads(text)}, self._now()
+        passed, self._looked = min(now - self._looked, 2 * HEARTBEAT), now
+        for name, beat in state["beats"].items():
+            known, age = self._ages.get(name, (None, 0.0))
+            self._ages[name] = beat, age + passed if known == beat else 0.0
+        all_nodes = {*state["beats"], *state["members"], *state["waiting"]}
+        there = {name for name in all_nodes if name == self._name or self._is_there(name)}
+        state["beats"] = {name: beat for name, beat in state["beats"].items() if name in there}
+        state["members"], state["waiting"] = (
+            [name for name in state[of] if name in there] for of in ("members", "waiting")
+        )
+        self._is_read = True
+        return state
+
+    def _is_there(self, name: str) -> bool:
+        return self._ages.get(name, (0, 0.0))[1] < HEARTBEAT * MISSED and self._lives(name)
 
 
 class _Locked:
@@ -351,13 +356,13 @@ class _Locked:
         except OSError as error:
             run_dir = self._file.parents[1]
             what = f"{self._file}: {error.strerror}" if run_dir.is_dir() else f"the run folder {run_dir} is gone"
-            raise RendezvousConnectionError(what) from error
+            raise Unreachable(what) from error
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         os.close(self._descriptor)
-        if isinstance(error, OSError):  # torch keeps up heartbeats only after errors of its own kind
-            raise RendezvousConnectionError(f"{self._file}: {error.strerror}") from error
+        if isinstance(error, OSError):
+            raise Unreachable(f"{self._file}: {error.strerror}") from error
 
     def read(self) -> str:
         """The first line; "" if there is none."""
@@ -371,8 +376,8 @@ class _Locked:
 class _LauncherLocks:
     """The locks that this launcher holds until it ends: one that all share, and one of its own."""
 
-    def __init__(self, folder: Path, here: str) -> None:
-        """Take them. Whoever is alone begins anew. `here`: the address of this node."""
+    def __init__(self, folder: Path, name: str) -> None:
+        """Take them. Whoever is alone begins anew. `name`: of this node."""
         self._folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -381,7 +386,7 @@ class _LauncherLocks:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _begin(folder)
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-            self._own = _open(self._file(here, os.getpid()))
+            self._own = _open(self._file(name))
             fcntl.flock(self._own, fcntl.LOCK_EX)
         except OSError as error:
             raise UserError(
@@ -391,10 +396,10 @@ class _LauncherLocks:
                 more=_PAGE,
             ) from error
 
-    def lives(self, there: str, process: int) -> bool:
+    def lives(self, name: str) -> bool:
         """True if a launcher holds its lock."""
         try:
-            descriptor = os.open(self._file(there, process), os.O_RDWR)
+            descriptor = os.open(self._file(name), os.O_RDWR)
         except FileNotFoundError:
             return False
         try:
@@ -405,29 +410,28 @@ class _LauncherLocks:
             os.close(descriptor)
         return False
 
-    def has_all(self, nodes: set[tuple[str, int]]) -> bool:
-        """True if no launcher but those of `nodes`, by address and process id, holds its lock."""
-        there = (file.name.split("-", 1)[1].rpartition("-") for file in self._folder.glob("lives-*"))
-        others = {(address, int(process)) for address, _, process in there} - nodes
-        return not any(self.lives(*other) for other in others)
+    def has_all(self, nodes: Iterable[str]) -> bool:
+        """True if no launcher but those of `nodes` holds its lock."""
+        others = {file.name.removeprefix("lives-") for file in self._folder.glob("lives-*")} - {*nodes}
+        return not any(map(self.lives, others))
 
     def release(self) -> None:
         os.close(self._own)
         os.close(self._descriptor)
 
-    def _file(self, there: str, process: int) -> Path:
-        return self._folder / f"lives-{there}-{process}"
+    def _file(self, name: str) -> Path:
+        return self._folder / f"lives-{name}"
 
 
 def _begin(folder: Path) -> None:
     """Remove what an earlier start has left, but for the numbers of its rounds, which go on."""
     state, last = folder / "state", max(map(last_round, (folder.parent, folder.parent / "checkpoints")))
     with suppress(OSError, ValueError, KeyError, TypeError):
-        last = max(last, int(json.loads(state.read_text(encoding="utf-8").partition("\n")[0])["round"]) + 1)
+        last = max(last, int(json.loads(state.read_text(encoding="utf-8").partition("\n")[0])["round"]))
     for left in (state, folder / "store", folder / "agreed", *folder.glob("lives-*")):
         left.unlink(missing_ok=True)
     with _Locked(state, exclusive=True) as locked:
-        locked.write(new_rendezvous(last + 1))
+        locked.write(json.dumps({"round": last, **_NOBODY}))
 
 
 def _agree(file: Path, about: Mapping[str, Any]) -> None:
@@ -438,9 +442,8 @@ def _agree(file: Path, about: Mapping[str, Any]) -> None:
     try:
         with _Locked(state, exclusive=True) as rounds, _Locked(file, exclusive=True) as locked:
             now = json.loads(rounds.read() or "{}")
-            number = [now.get("round"), now.get("complete")]
             if not (text := locked.read()):
-                return locked.write(json.dumps({**here, "about": mine, "round": number}))
+                return locked.write(json.dumps({**here, "about": mine, "round": now.get("round")}))
             first = json.loads(text)
             if not (unlike := difference(mine, first["about"])):
                 return
@@ -451,10 +454,10 @@ def _agree(file: Path, about: Mapping[str, Any]) -> None:
                 fix=f"{FIX}; to change them, end all nodes first",
                 more=_PAGE,
             )
-            if number == first.get("round"):
+            if now.get("round") == first.get("round"):
                 locked.write(json.dumps({**first, "refused": error.to_json()}))
                 rounds.write(json.dumps({**now, "closed": True}))
-    except RendezvousConnectionError as failed:
+    except Unreachable as failed:
         raise UserError(f"the nodes cannot meet: {failed}", more=_PAGE) from failed
     raise error
 

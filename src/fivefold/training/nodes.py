@@ -30,7 +30,7 @@ from fivefold.launch.folder import held, last_logged_step, last_saved_step, open
 from fivefold.launch.meeting import OthersGone
 from fivefold.launch.memory import Memory
 from fivefold.launch.model import check_model
-from fivefold.launch.nodes import Ended, Meeting, Member, Round, changed
+from fivefold.launch.nodes import Ended, Meeting, Member, NodeRound, changed
 from fivefold.launch.processes import Workers, private_folder
 from fivefold.launch.rounds import clear_logs, last_round, logs_of
 from fivefold.launch.workers import GONE, NodesChanged, OtherNodes, start_workers
@@ -99,7 +99,7 @@ class _Node:
     ) -> None:  # fmt: skip
         self._config, self._crew, self._meeting, self._least = config, crew, meeting, least
         self._settle, self._prove, self._told, self._memory = settle, prove, told, memory
-        self._before: Round | None = None
+        self._before: NodeRound | None = None
         self._restarts, self._saved = 0, -1
 
     def train(self) -> None:
@@ -120,7 +120,7 @@ class _Node:
                     raise
                 death = self._survived(error, current)
 
-    def _survived(self, error: UserError, current: Round) -> WorkerDied | None:
+    def _survived(self, error: UserError, current: NodeRound) -> WorkerDied | None:
         """Return if this node joins the next round: with the death that it had, or None if it had none. Otherwise raise
         `error`, for which the run ends, or `LeftOut`."""
         if isinstance(error, WorkerDied):
@@ -146,14 +146,14 @@ class _Node:
             raise error
         return None  # the others have gone on: it was an error of their past
 
-    def _suffices_without(self, current: Round, nodes: int) -> bool:
+    def _suffices_without(self, current: NodeRound, nodes: int) -> bool:
         return len(current.members) - nodes + self._meeting.spare >= self._least
 
-    def _failed_alone(self, current: Round) -> bool:
+    def _failed_alone(self, current: NodeRound) -> bool:
         time.sleep(_CONSEQUENCE)  # for the others to find their own failures
         return len(current.blamed()) == 1
 
-    def _leave(self, current: Round, why: str, error: UserError) -> NoReturn:
+    def _leave(self, current: NodeRound, why: str, error: UserError) -> NoReturn:
         current.leave(why)
         with closing(history.Log(self._config.run_dir, say)) as log:
             log.write("left out", last_logged_step(self._config), what=f"{current.members[current.node]}: {why}")
@@ -162,7 +162,7 @@ class _Node:
         )
         raise left from error
 
-    def _train_in(self, current: Round, death: WorkerDied | None) -> None:
+    def _train_in(self, current: NodeRound, death: WorkerDied | None) -> None:
         kept = current.told_by_all("kept", kept_in(self._memory.folder))
         chosen = json.loads(current.agreed(partial(self._choice, kept=kept)))
         self._memory.forget(but=chosen["before"] if chosen["kept"]["step"] else 0)
@@ -220,7 +220,7 @@ class _Node:
         assert why is not None
         raise why
 
-    def _tell(self, current: Round, death: WorkerDied | None, kept: Mapping[str, Any]) -> None:
+    def _tell(self, current: NodeRound, death: WorkerDied | None, kept: Mapping[str, Any]) -> None:
         """Say how this round differs from the one before, here and, by one node that was in both, in the history.
         `kept`: the step that it goes on from in memory, or why from none."""
         before, self._before = self._before, current
