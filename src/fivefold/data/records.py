@@ -5,7 +5,6 @@ with its answer.
 named in the report of a run's data.
 """
 
-from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -121,7 +120,7 @@ class Records(Format):
         for document in documents:
             if isinstance(document, TokenIds):
                 if not kind:
-                    notes = replace(source, read={}, undecided=Counter())
+                    notes = source.unread()
                     with closing(self.records(path, notes)) as records:
                         kind = rows_are(self._documents(records, notes))
                 if kind != "documents":

@@ -8,7 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fivefold.core.cache import file_digest
@@ -71,6 +71,10 @@ class Source:
     read: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict, compare=False)
     undecided: Counter[str] = field(default_factory=Counter, compare=False)
     numbers: tuple[str, ...] = ()
+
+    def unread(self) -> "Source":
+        """The same source, with notes of its own on what is read."""
+        return replace(self, read={}, undecided=Counter())
 
     def at(self, path: Path) -> str:
         return f"{self.label}: {path}"

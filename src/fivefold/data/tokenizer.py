@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -415,7 +414,7 @@ def _sample(corpus: Sequence[FileList]) -> Iterator[str]:
     files = [(one.source, path, form) for one in corpus for path, form in one.files]
     files = files[:: -(-len(files) // _SAMPLE_FILES)]
     # Copies: the notes of a source belong to the later reading of its documents.
-    files = [(replace(source, read={}, undecided=Counter()), path, form) for source, path, form in files]
+    files = [(source.unread(), path, form) for source, path, form in files]
     if len(files) > 1:
         sizes = [sum(len(plain(document)) for document in form.documents(path, source)) for source, path, form in files]
     else:

@@ -162,7 +162,7 @@ class TextUnits:
     def store(self, number: int, say: Say) -> TokenStore:
         def build(beside: Path, damage: str) -> None:
             if damage:
-                say(f"DAMAGED: the tokens in {self.path(number)}: {damage}; they are made again from the text")
+                say(f"DAMAGED: the prepared tokens in {self.path(number)}: {damage}; they are made again from the text")
             self._write_unchanged(beside, number)
 
         def read(folder: Path) -> TokenStore:
@@ -178,7 +178,7 @@ class TextUnits:
     def described(self, numbers: Sequence[int]) -> dict[str, Any]:
         """The reports of `StoreMeta` on these units, which are tokenised, by name. Raises `UserError` for a setting of
         the records that none of them uses."""
-        source, ids = replace(self.files.source, read={}, undecided=Counter()), TokenIdsReport(self.tokenizer)
+        source, ids = self.files.source.unread(), TokenIdsReport(self.tokenizer)
         left_out, odd, examples = dict[str, None](), Counter[str](), 0
         for number in numbers:
             counts = read_signed(self.path(number) / _UNIT)
@@ -205,7 +205,7 @@ class TextUnits:
         self._check_unit(number)
 
     def _write(self, folder: Path, number: int) -> None:
-        source = replace(self.files.source, read={}, undecided=Counter())
+        source = self.files.source.unread()
         with StoreWriter(folder, self.tokenizer, source.numbers) as writer:
             self._add(writer, number, source)
             writer.check_kinds(self.files)
@@ -214,7 +214,8 @@ class TextUnits:
             np.save(folder / f"{name}.npy", np.array(getattr(writer, name), dtype))
         tree = {
             **{name: getattr(writer, name) for name in _COUNTS},
-            **_reading(source),
+            "read": [[list(names), list(keys)] for names, keys in source.read.items()],
+            "undecided": dict(source.undecided),
             "left_out": list(writer.left_out),
             "odd": dict(writer.odd),
             "ids": writer.ids.counts(),
@@ -250,7 +251,7 @@ class TextUnits:
     # ---- joining -------------------------------------------------------------------------------------------------
 
     def join(self, writer: StoreWriter, progress: Progress | None, say: Say) -> None:
-        """Write every document of the source, in order; units that are missing or damaged are tokenised now."""
+        """Write every document of the source, in order; units that are missing or damaged are tokenised first."""
         total, behind = sum(unit.size for unit in self.units), 0
         joined, of_file = self.files.source, dict[tuple[str, ...], tuple[str, ...]]()
         for number, unit in enumerate(self.units):
@@ -271,16 +272,9 @@ class TextUnits:
 
     def _append(self, writer: StoreWriter, number: int, say: Say) -> Mapping[str, Any]:
         """Write a unit, and return what was read of its records."""
+        self.store(number, say)
         folder = self.path(number)
-        try:
-            counts = self._checked(number) if folder.exists() else None
-        except (OSError, ValueError) as damage:
-            say(f"DAMAGED: the prepared tokens in {folder}: {damage}; they are made again from the text")
-            counts = None
-        if counts is None:
-            source = replace(self.files.source, read={}, undecided=Counter())
-            self._add(writer, number, source)
-            return _reading(source)
+        counts = read_signed(folder / _UNIT)
         for name, out in ((TOKENS, writer.tokens), (TRAINED, writer.mask)):
             if name in counts["files"]:
                 with (folder / name).open("rb") as file:
@@ -423,14 +417,6 @@ def _is_of_before(folder: Path, state: list[list[Any]], root: Path) -> bool:
 
 def _store_of(folder: Path, root: Path) -> Path:
     return root / "stores" / (folder / _JOINED).read_text(encoding="utf-8")
-
-
-def _reading(source: Source) -> dict[str, Any]:
-    """Facts learnt about the keys of records, as JSON."""
-    return {
-        "read": [[list(names), list(keys)] for names, keys in source.read.items()],
-        "undecided": dict(source.undecided),
-    }
 
 
 def _remember(read: dict[tuple[str, ...], tuple[str, ...]], names: tuple[str, ...], keys: tuple[str, ...]) -> None:
