@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from fivefold.launch import failure, watch
-from fivefold.launch.watch import Beat, Watch
+from fivefold.launch.watch import Beat, BeatWatch
 from fivefold.training.watchdog import Moves
 
 PATIENCE = 10.0
@@ -29,7 +29,9 @@ class Machine:
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: -self.now, sleep=lambda _: None)
         monkeypatch.setattr(watch, "time", clock)
         monkeypatch.setattr(watch, "_state", lambda pid: (self.state[pid], self.cpu[pid]))
-        self.watch = Watch(folder, cast(Any, SimpleNamespace(ids=[0, 1], running=[0, 1], server=2, first=0)), PATIENCE)
+        self.watch = BeatWatch(
+            folder, cast(Any, SimpleNamespace(ids=[0, 1], running=[0, 1], server=2, first=0)), PATIENCE
+        )
 
     def frozen_after(self, looks: int, each: Callable[[], None], seconds: float = 2.0) -> set[int]:
         """The ranks that are taken for frozen after so many looks; `each`: what happens before a look."""

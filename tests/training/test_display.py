@@ -8,8 +8,8 @@ from rich.console import Console
 from fivefold.core.best import Best
 from fivefold.training.display import (
     LiveDisplay,
-    Pace,
     PlainDisplay,
+    RemainingTime,
     clock_time,
     details,
     open_display,
@@ -179,7 +179,7 @@ def test_the_terminal_decides() -> None:
 
 def test_the_pace_is_that_of_the_last_steps_and_of_the_resumed_part() -> None:
     clock = Clock()
-    pace = Pace(1000, 500, clock)
+    pace = RemainingTime(1000, 500, clock)
     assert pace.remaining() is None
     clock.now = 100.0  # the first step compiles
     pace.mark(501)

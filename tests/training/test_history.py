@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.config import RunConfig
-from fivefold.core.history import Event, History, Start, load
+from fivefold.core.history import History, RunEvent, Start, load
 from fivefold.report.run import main as report
 from fivefold.training import header
 from fivefold.training.launch import _tell_restart
@@ -48,8 +48,8 @@ def test_a_start_that_was_cut_off_before_its_first_step_has_no_steps() -> None:
 
 def test_an_event_is_left_where_no_later_start_did_its_step_again() -> None:
     past = History([Start(step, "", {}) for step in (0, 20, 5)])
-    assert [past.is_left(Event(step, "skipped", "", 0)) for step in (4, 5, 6)] == [True, True, False]
-    assert past.is_left(Event(6, "skipped", "", 2))
+    assert [past.is_left(RunEvent(step, "skipped", "", 0)) for step in (4, 5, 6)] == [True, True, False]
+    assert past.is_left(RunEvent(6, "skipped", "", 2))
 
 
 def test_what_happens_belongs_to_the_start_before_it(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     """Something that happened after `step` steps, in the `number`-th start (from 0)."""
 
     step: int
@@ -56,7 +56,7 @@ class History:
     """All starts of a run, and what happened in them, in the order of time."""
 
     starts: Sequence[Start] = ()
-    events: Sequence[Event] = ()
+    events: Sequence[RunEvent] = ()
     damaged: Sequence[str] = field(default=())
 
     def spans(self) -> Iterator[tuple[Start, int, int | None]]:
@@ -70,7 +70,7 @@ class History:
             if last is None or last > start.step:
                 yield start, start.step, last
 
-    def is_left(self, event: Event) -> bool:
+    def is_left(self, event: RunEvent) -> bool:
         """True if the step of `event` was not done again by a later start."""
         return all(event.step <= start.step for start in self.starts[event.number + 1 :])
 
@@ -82,7 +82,7 @@ def load(run: Path) -> History:
     except OSError as error:
         return History(damaged=[f"{run / NAME} cannot be read: {error.strerror or error}"])
     starts: list[Start] = []
-    events: list[Event] = []
+    events: list[RunEvent] = []
     for row in lines.rows:
         kind, step, number = str(row.get("event")), row["step"], max(0, len(starts) - 1)
         if kind == "start":
@@ -94,7 +94,7 @@ def load(run: Path) -> History:
         elif kind != "end":
             if kind in _ENDS and starts and not starts[-1].ended:
                 starts[-1] = replace(starts[-1], last=step, ended=str(row.get("time", "")), how=_ENDS[kind])
-            events.append(Event(step, kind, str(row.get("what", "")), number))
+            events.append(RunEvent(step, kind, str(row.get("what", "")), number))
     return History(starts, events, [str(line) for line in lines.damaged])
 
 

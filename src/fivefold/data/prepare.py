@@ -22,7 +22,7 @@ from fivefold.core.units import many
 from fivefold.data.counts import DataCounts, RowCounts, SourceCounts
 from fivefold.data.formats import discover
 from fivefold.data.pack import for_ranks
-from fivefold.data.rows import PackedRows, Packing, Pool, RowIndex, RowSource, kept_counts
+from fivefold.data.rows import PackedRows, Pool, RowIndex, RowPacking, RowSource, kept_counts
 from fivefold.data.source import FileList, Source, resolve
 from fivefold.data.spans import Turn
 from fivefold.data.split import Spans, bases_of, block_size, blocks_of, held_out, spans_of, store_at
@@ -96,7 +96,7 @@ def prepare(
     stores, held = tuple(map(store_of, train)), tuple(map(store_of, validation))
     _check_objective(config, [*zip(train, stores, strict=True), *zip(validation, held, strict=True)])
     weights = tuple(source.weight for source in config.data.train)
-    plan = _Plan(stores, held, weights, config.data.fraction, Packing.of(config, tokenizer.eos_token_id))
+    plan = _Plan(stores, held, weights, config.data.fraction, RowPacking.of(config, tokenizer.eos_token_id))
     folder = root / "rows" / plan.key
 
     counts = kept_counts(folder, root, say, plan.build)
@@ -194,7 +194,7 @@ class _Plan:
     held: Stores  # those of a validation list
     weights: tuple[float, ...]  # one per store
     fraction: float
-    packing: Packing
+    packing: RowPacking
 
     @property
     def key(self) -> str:
@@ -360,7 +360,7 @@ def _streamed(
     )  # fmt: skip
 
 
-def _held_rows(stores: Stores, packing: Packing, root: Path, say: Say) -> PackedRows:
+def _held_rows(stores: Stores, packing: RowPacking, root: Path, say: Say) -> PackedRows:
     blocks = blocks_of(stores)
     spans = spans_of(blocks, np.ones(len(blocks.hash), np.bool_))
 

@@ -329,7 +329,7 @@ class PackedRows(RowSource):
 
 
 @dataclass(frozen=True)
-class Packing:
+class RowPacking:
     """How spans of tokens become rows. `joins`: several documents share a row. `ranks`: of context parallelism, for
     which the documents of a row are ordered. `seed`: of the order of the rows."""
 
@@ -340,7 +340,7 @@ class Packing:
     ranks: int = 1
 
     @classmethod
-    def of(cls, config: RunConfig, pad_id: int) -> "Packing":
+    def of(cls, config: RunConfig, pad_id: int) -> "RowPacking":
         data = config.data
         return cls(data.seq_length, pad_id, config.train.seed, data.packing, data.balance_documents)
 

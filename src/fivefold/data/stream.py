@@ -30,7 +30,7 @@ from fivefold.core.units import many
 from fivefold.data.batch import Piece
 from fivefold.data.order import permutation
 from fivefold.data.pack import for_ranks
-from fivefold.data.rows import PackedRows, Packing, RowSource, kept_counts
+from fivefold.data.rows import PackedRows, RowPacking, RowSource, kept_counts
 from fivefold.data.source import FileList
 from fivefold.data.split import blocks_of, spans_of
 from fivefold.data.store import Say, TokenStore
@@ -83,7 +83,7 @@ class StreamedRows(RowSource):
         than the objective trains."""
         data = config.data
         self.order = order = UnitOrder(tuple(units), config.train.seed)
-        self.packing = Packing.of(config, tokenizer.eos_token_id)
+        self.packing = RowPacking.of(config, tokenizer.eos_token_id)
         self.seq_length, self.pad_id = data.seq_length, tokenizer.eos_token_id
         self._fraction = data.fraction
         self._config, self._root = config, root

@@ -15,7 +15,7 @@ from fivefold.core.errors import UserError
 from fivefold.data import prepare
 from fivefold.data.examples import Example, Preference, TokenIds
 from fivefold.data.formats import discover
-from fivefold.data.rows import PackedRows, Packing
+from fivefold.data.rows import PackedRows, RowPacking
 from fivefold.data.source import FileList, Source, resolve
 from fivefold.data.split import blocks_of, spans_of
 from fivefold.data.store import store_for
@@ -96,7 +96,7 @@ def rows_of(files: FileList, opened: OpenModel, seq_length: int) -> PackedRows:
         raise _of_pairs(f"--text: {files.name} holds")
     blocks = blocks_of([store])
     spans = spans_of(blocks, np.ones(len(blocks.hash), np.bool_))
-    packing = Packing(seq_length, opened.info.eos_token_id)
+    packing = RowPacking(seq_length, opened.info.eos_token_id)
     index, counts = packing.index([store], spans)
     if not len(index):
         raise UserError(f"--text: {files.name} has no token to predict", fix="name a longer text")

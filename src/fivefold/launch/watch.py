@@ -61,7 +61,7 @@ class Beat:
                 os.close(descriptor)
 
 
-class Watch:
+class BeatWatch:
     """Watches the beats of `workers` in `folder`; `patience` is in seconds, 0 for never. `server`: the failure of the
     forking process, if any."""
 

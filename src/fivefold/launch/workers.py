@@ -29,7 +29,7 @@ from fivefold.launch.failure import (
 from fivefold.launch.meeting import OthersGone
 from fivefold.launch.memory import ENDING, Pressure, room
 from fivefold.launch.processes import Awaits, Workers, private_folder
-from fivefold.launch.watch import Watch
+from fivefold.launch.watch import BeatWatch
 from fivefold.launch.worker import CLOSED, INTERRUPTED, TERMINATED
 from fivefold.launch.world import NodeRanks
 from fivefold.parallel.layout import Layout
@@ -100,7 +100,7 @@ def start_workers(
     reserved = room_for_failures(logs, workers.count, first=first)
     workers.awaits = others.awaits if others else lambda ranks: False
     with private_folder() as folder, reserved, workers.started(file, folder, among):
-        watch, pressure, news = Watch(folder, workers, patience), Pressure(), ""
+        watch, pressure, news = BeatWatch(folder, workers, patience), Pressure(), ""
         try:
             for _ in workers.turns():
                 pressure.look(workers.ids)

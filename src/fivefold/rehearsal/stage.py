@@ -25,7 +25,7 @@ from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import Stopped
 from fivefold.data.counts import DataCounts, SourceCounts
 from fivefold.data.prepare import PreparedData, prepare
-from fivefold.data.rows import Packing
+from fivefold.data.rows import RowPacking
 from fivefold.data.store import StoreMeta, TokenStore
 from fivefold.data.tokenizer import TokenizerInfo
 from fivefold.launch.worker import die_with_parent
@@ -141,7 +141,7 @@ def synthetic(config: RunConfig, folder: Path) -> PreparedData:
     )  # fmt: skip
     starts = np.arange(0, len(tokens), size, dtype=np.int64)
     stores, sizes = (TokenStore(folder, meta),), np.full_like(starts, size)
-    packing = Packing.of(config, pad_id=0)
+    packing = RowPacking.of(config, pad_id=0)
     index, counts = packing.index(stores, (starts, sizes))
     rows = packing.rows(index, counts, stores)
     is_held_out = bool(config.data.validation)

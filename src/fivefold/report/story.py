@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from fivefold.config import RunConfig
-from fivefold.core.history import Event, History, Start, changes
+from fivefold.core.history import History, RunEvent, Start, changes
 from fivefold.report.curves import Mark
 
 Rows = Sequence[Mapping[str, Any]]
@@ -138,7 +138,7 @@ def _resumed(before: Start, start: Start, rows: Rows) -> Mark:
     return Mark(start.step, "layout" if is_layout else "start", "; ".join((what, *changed, *damages)))
 
 
-def _event(event: Event, history: History) -> Mark:
+def _event(event: RunEvent, history: History) -> Mark:
     again = "" if history.is_left(event) else " (this step was done again since)"
     kind = event.kind if event.kind in ("skipped", "died", "nodes") else "note"
     return Mark(event.step, kind, f"{event.what}{again}")

@@ -65,7 +65,7 @@ def unseen() -> "PlainDisplay":
     return PlainDisplay(Console(file=io.StringIO(), quiet=True), total_steps=sys.maxsize)
 
 
-class Pace:
+class RemainingTime:
     """Estimate of the remaining seconds from the wall clock of the last steps, evaluations and checkpoints included."""
 
     def __init__(self, total_steps: int, start: int, clock: Callable[[], float]) -> None:
@@ -95,7 +95,7 @@ class PlainDisplay(AbstractContextManager["PlainDisplay"]):
     ) -> None:  # fmt: skip
         self._console, self._total, self._start, self._clock = console, total_steps, start, clock
         self._total_tokens = total_tokens
-        self._pace = Pace(total_steps, start, clock)
+        self._pace = RemainingTime(total_steps, start, clock)
         self._said: float | None = None
 
     def __exit__(self, *_: object) -> None:
