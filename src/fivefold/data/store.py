@@ -12,11 +12,12 @@ numbers.npy     float64 [documents, columns], numbers of the records for a loss 
 meta.json       sizes and checksums, the tokenizer, and the kind of the records
 """
 
+import shutil
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
@@ -56,7 +57,8 @@ _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1_000_000
 _TELLINGS = 200  # most progress reports: a display may be slower than a short document
 _ARRAYS = ("offsets.npy", "blocks.npy", "checksums.npy")
-TOKENS, TRAINED, _NUMBERS = "tokens.bin", "trained.bin", "numbers.npy"
+TOKENS, TRAINED, META, _NUMBERS = "tokens.bin", "trained.bin", "meta.json", "numbers.npy"
+_COPIED = 2**22  # bytes copied together
 
 Say = Callable[[str], None]
 # Tokens of a document with their marks for `trained.bin`; a text has no marks.
@@ -115,7 +117,7 @@ class TokenStore:
         """uint16 or uint32 [tokens], mapped."""
         if not self.meta.tokens:
             return np.empty(0, self.meta.dtype)
-        return np.memmap(self.folder / "tokens.bin", dtype=self.meta.dtype, mode="r")
+        return np.memmap(self.folder / TOKENS, dtype=self.meta.dtype, mode="r")
 
     @cached_property
     def largest(self) -> int:
@@ -159,7 +161,7 @@ class TokenStore:
 
 
 def is_store(path: Path) -> bool:
-    return (path / "tokens.bin").is_file() and (path / "meta.json").is_file()
+    return (path / TOKENS).is_file() and (path / META).is_file()
 
 
 def open_store(folder: Path, root: Path) -> TokenStore:
@@ -168,7 +170,7 @@ def open_store(folder: Path, root: Path) -> TokenStore:
     Raises `DamagedError`, naming the file and the place in it.
     """
     try:
-        store = TokenStore(folder, _read_meta(folder / "meta.json"))
+        store = TokenStore(folder, _read_meta(folder / META))
         for name in (*_ARRAYS, *[TRAINED] * (store.meta.trained is not None), *[_NUMBERS] * bool(store.meta.numbers)):
             check_file(folder / name, store.meta.files[name], root)
         _check_tokens(store, root)
@@ -189,7 +191,7 @@ def _dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def _check_tokens(store: TokenStore, root: Path) -> None:
-    path, meta = store.folder / "tokens.bin", store.meta
+    path, meta = store.folder / TOKENS, store.meta
     width = np.dtype(meta.dtype).itemsize
     if (size := path.stat().st_size) != meta.tokens * width:
         raise DamagedError(f"tokens.bin has {size:,} bytes, not the {meta.tokens * width:,} of {meta.tokens:,} tokens")
@@ -295,22 +297,9 @@ def _after(damage: str, files: FileList) -> Iterator[None]:
         ) from error
 
 
-def meta_of(
-    tokenizer: TokenizerInfo, columns: tuple[str, ...], ids: str, *, documents: int, examples: int, pairs: int,
-    rated: int, tokens: int, trained: int,
-) -> StoreMeta:  # fmt: skip
-    """The description of tokens: all of it for a unit (`data.units`), which has checksums of its own."""
-    return StoreMeta(
-        kind=_KIND, version=_VERSION, content="", tokenizer=tokenizer.digest, vocab_size=tokenizer.vocab_size,
-        eos_token_id=tokenizer.eos_token_id, bos=tokenizer.bos_token_ids, dtype=_dtype(tokenizer.vocab_size).str,
-        documents=documents, tokens=tokens, blocks=0, answers_alone=(), files={},
-        trained=trained if examples else None, pairs=pairs > 0, rated=rated > 0, ids=ids, numbers=columns,
-    )  # fmt: skip
-
-
 class StoreWriter:
-    """Writes one store, or a part of one (`data.parts`). Memory holds a batch of documents with its tokens, the offsets
-    and the block hashes."""
+    """Writes one store, of a source or of a unit of it (`data.units`). Memory holds a batch of documents with its
+    tokens, the offsets and the block hashes."""
 
     def __init__(self, folder: Path, tokenizer: TokenizerInfo, columns: tuple[str, ...]) -> None:
         self.folder, self.tokenizer, self.columns = folder, tokenizer, columns
@@ -340,11 +329,15 @@ class StoreWriter:
                 self.mask.write(marks.tobytes())
             batch.clear()  # free the memory of a long document before the next is read
 
-    def close(self) -> None:
-        """End tokens.bin and trained.bin; of texts there is no trained.bin."""
-        self.__exit__()
-        if not self.examples:
-            (self.folder / TRAINED).unlink()
+    def append(self, store: TokenStore) -> None:
+        """Add the documents of another store as they are."""
+        for name, out in ((TOKENS, self.tokens), (TRAINED, self.mask)):
+            if (store.folder / name).exists():
+                with (store.folder / name).open("rb") as file:
+                    shutil.copyfileobj(file, out, _COPIED)
+        self.lengths.frombytes(np.diff(store.offsets).tobytes())
+        self.hashes.frombytes(store.block_hashes.tobytes())
+        self.numbers.frombytes(store.numbers.tobytes() if self.columns else b"")
 
     def check_kinds(self, files: FileList) -> None:
         """Raise `UserError` if the documents are of several kinds."""
@@ -357,13 +350,19 @@ class StoreWriter:
                 )
 
     def finish(self, files: FileList, content: str) -> None:
-        """Write what belongs to a whole store."""
+        """End a store of a whole source."""
         if self.ids.labelled == len(self.lengths) and self.trained == sum(self.lengths):
             self.examples = self.trained = 0  # labels that leave nothing out say nothing
-        self.close()
         self.check_kinds(files)
         if files.source.read:
             check_used(files.source, are_examples=self.examples > 0)
+        self.end(files, content)
+
+    def end(self, files: FileList, content: str = "") -> None:
+        """End tokens.bin and trained.bin, and write the other files; of texts there is no trained.bin."""
+        self.__exit__()
+        if not self.examples:
+            (self.folder / TRAINED).unlink()
         offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]).astype(np.int64)
         checksums = chunk_checksums(self.folder / TOKENS)
         for name, values in zip(_ARRAYS, (offsets, np.array(self.hashes, np.uint64), checksums), strict=True):
@@ -371,7 +370,7 @@ class StoreWriter:
         if self.columns:
             np.save(self.folder / _NUMBERS, np.array(self.numbers).reshape(-1, len(self.columns)))
         meta = self._meta(files, content, int(offsets[-1]))
-        (self.folder / "meta.json").write_text(signed(asdict(meta)), encoding="utf-8")
+        (self.folder / META).write_text(signed(asdict(meta)), encoding="utf-8")
 
     def _texts(self, document: Document, tokenizer: Any) -> list[Text]:
         """The text of a document, or the two of a pair of answers; none of token ids."""
@@ -449,14 +448,29 @@ class StoreWriter:
         made = [checksums["checksums.npy"]] if self.ended and not self.examples else []
         made = [*checksums.values()] if self.examples or self.ids.packed else made
         columns, answers_alone = columns_read(files, tuple(self.left_out))
-        kinds = {kind: getattr(self, kind) for kind in ("examples", "pairs", "rated", "trained")}
-        of_tokens = meta_of(
-            self.tokenizer, self.columns, self.ids.line(files.name), documents=len(self.lengths), tokens=tokens, **kinds
+        tokenizer = self.tokenizer
+        return StoreMeta(
+            kind=_KIND,
+            version=_VERSION,
+            content=key_of(content, *made) if made else content,
+            tokenizer=tokenizer.digest,
+            vocab_size=tokenizer.vocab_size,
+            eos_token_id=tokenizer.eos_token_id,
+            bos=tokenizer.bos_token_ids,
+            dtype=self.dtype.str,
+            documents=len(self.lengths),
+            tokens=tokens,
+            blocks=len(self.hashes),
+            answers_alone=answers_alone,
+            files=checksums,
+            trained=self.trained if self.examples else None,
+            pairs=self.pairs > 0,
+            rated=self.rated > 0,
+            columns=columns,
+            ids=self.ids.line(files.name),
+            numbers=self.columns,
+            odd=odd_line(files.name, self.odd),
         )
-        return replace(
-            of_tokens, content=key_of(content, *made) if made else content, blocks=len(self.hashes), files=checksums,
-            columns=columns, answers_alone=answers_alone, odd=odd_line(files.name, self.odd),
-        )  # fmt: skip
 
 
 def odd_line(name: str, odd: Mapping[str, int]) -> str:

@@ -3,8 +3,7 @@
 A unit is some files, or the part of one large file, of 1 to 16 MiB. Its tokens are a folder of the cache:
 
 units/<source>/manifest.json   the files with their sizes and times, and the units
-units/<source>/00000/          tokens.bin and trained.bin as in a token store; lengths.npy, hashes.npy and numbers.npy
-                               of its documents; unit.json, their counts and checksums
+units/<source>/00000/          a token store (`data.store`), and unit.json, what was read of its records
 units/<source>/joined          the name of the token store that holds them now
 streams/<source>/              the same of a run that tokenises while training: these are read as they are, never joined
 
@@ -17,22 +16,18 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from heapq import heapify, heapreplace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fivefold.core.cache import Progress, entry, key_of, locked, write_atomically
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
-from fivefold.core.integrity import DamagedError, check_file, file_checksum, read_signed, signed
+from fivefold.core.integrity import DamagedError, read_signed, signed
 from fivefold.data.examples import Document
 from fivefold.data.records import MOST_FORMS, check_used, columns_read
 from fivefold.data.source import FileList, FilePart, Source, reading
-from fivefold.data.store import READING, TOKENS, TRAINED, Say, StoreWriter, TokenStore, made_by, meta_of, odd_line
+from fivefold.data.store import META, READING, Say, StoreWriter, TokenStore, made_by, odd_line, open_store
 from fivefold.data.token_ids import TokenIdsReport
 from fivefold.data.tokenizer import TokenizerInfo
 
@@ -43,8 +38,6 @@ _VERSION = 1  # raise when the files of a unit change
 STREAMS, _UNITS_FOLDER = "streams", "units"  # folders of the cache
 _MANIFEST, _JOINED, _UNIT = "manifest.json", "joined", "unit.json"
 _COUNTS = ("examples", "pairs", "rated", "trained", "ended")
-_ARRAYS = {"lengths": np.int64, "hashes": np.uint64, "numbers": np.float64}
-_COPIED = 2**22  # bytes copied together
 
 
 @dataclass(frozen=True)
@@ -139,7 +132,7 @@ class TextUnits:
 
     def joined_counts(self) -> Mapping[str, Any]:
         """The contents of meta.json of the token store that holds all units. Raises `OSError` or `ValueError`."""
-        return read_signed(_store_of(self.folder, self.root) / "meta.json")
+        return read_signed(_store_of(self.folder, self.root) / META)
 
     def tokenise(self, number: int) -> bool:
         """Tokenise a unit, if that is to be done. False if a token store holds all units by now."""
@@ -161,17 +154,13 @@ class TextUnits:
 
     def store(self, number: int, say: Say) -> TokenStore:
         def build(beside: Path, damage: str) -> None:
-            if damage:
+            if damage and (self.path(number) / META).exists():  # earlier versions wrote none
                 say(f"DAMAGED: the prepared tokens in {self.path(number)}: {damage}; they are made again from the text")
             self._write_unchanged(beside, number)
 
         def read(folder: Path) -> TokenStore:
-            counts = self._checked(number)
-            kinds = {kind: counts[kind] for kind in ("documents", "examples", "pairs", "rated", "tokens", "trained")}
-            ids = TokenIdsReport(self.tokenizer)
-            ids.add(counts["ids"])
-            numbers, line = self.files.source.numbers, ids.line(self.files.name)
-            return _UnitStore(folder, meta_of(self.tokenizer, numbers, line, **kinds))
+            read_signed(folder / _UNIT)
+            return open_store(folder, self.root)
 
         return entry(self.path(number), read=read, build=build)
 
@@ -209,9 +198,7 @@ class TextUnits:
         with StoreWriter(folder, self.tokenizer, source.numbers) as writer:
             self._add(writer, number, source)
             writer.check_kinds(self.files)
-            writer.close()
-        for name, dtype in _ARRAYS.items():
-            np.save(folder / f"{name}.npy", np.array(getattr(writer, name), dtype))
+            writer.end(replace(self.files, source=source))
         tree = {
             **{name: getattr(writer, name) for name in _COUNTS},
             "read": [[list(names), list(keys)] for names, keys in source.read.items()],
@@ -221,7 +208,6 @@ class TextUnits:
             "ids": writer.ids.counts(),
             "documents": len(writer.lengths),
             "tokens": sum(writer.lengths),
-            "files": {path.name: file_checksum(path) for path in sorted(folder.iterdir())},
         }
         (folder / _UNIT).write_text(signed(tree), encoding="utf-8")
 
@@ -272,26 +258,13 @@ class TextUnits:
 
     def _append(self, writer: StoreWriter, number: int, say: Say) -> Mapping[str, Any]:
         """Write a unit, and return what was read of its records."""
-        self.store(number, say)
-        folder = self.path(number)
-        counts = read_signed(folder / _UNIT)
-        for name, out in ((TOKENS, writer.tokens), (TRAINED, writer.mask)):
-            if name in counts["files"]:
-                with (folder / name).open("rb") as file:
-                    shutil.copyfileobj(file, out, _COPIED)
-        for name, dtype in _ARRAYS.items():
-            getattr(writer, name).frombytes(np.load(folder / f"{name}.npy").astype(dtype).tobytes())
+        writer.append(self.store(number, say))
+        counts = read_signed(self.path(number) / _UNIT)
         for name in _COUNTS:
             setattr(writer, name, getattr(writer, name) + counts[name])
         writer.left_out |= dict.fromkeys(counts["left_out"])
         writer.odd.update(counts["odd"])
         writer.ids.add(counts["ids"])
-        return counts
-
-    def _checked(self, number: int) -> Mapping[str, Any]:
-        counts = read_signed(self.path(number) / _UNIT)
-        for name, checksum in counts["files"].items():
-            check_file(self.path(number) / name, checksum, self.root)
         return counts
 
     def close(self, store: Path) -> None:
@@ -309,26 +282,6 @@ class TextUnits:
             for left in (path, *path.parent.glob(f".{path.name}.*")):
                 shutil.rmtree(left, ignore_errors=True)
             path.with_suffix(".lock").unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class _UnitStore(TokenStore):
-    """The folder of a unit, read as a token store."""
-
-    @cached_property
-    def offsets(self) -> NDArray[np.int64]:
-        lengths = np.load(self.folder / "lengths.npy")
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-
-    @cached_property
-    def block_hashes(self) -> NDArray[np.uint64]:
-        hashes: NDArray[np.uint64] = np.load(self.folder / "hashes.npy")
-        return hashes
-
-    @cached_property
-    def numbers(self) -> NDArray[np.float64]:
-        numbers: NDArray[np.float64] = np.load(self.folder / "numbers.npy")
-        return numbers.reshape(-1, len(self.meta.numbers))
 
 
 class _Joined(Exception):
