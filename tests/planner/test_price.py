@@ -97,7 +97,7 @@ def test_frozen_weights_have_no_gradients_and_no_update() -> None:
     (layer,) = price_list.of(layout, TOKENS).layers
     forward, backward = times(layer, "matmuls")
     assert backward == pytest.approx(forward) and not layer.weights.any()
-    rows = {row.item: row.amount for row in estimate(price_list, layout, Workload(4096, 8)).rows}
+    rows = {row.item: row.amount for row in estimate_layout(price_list, layout, Workload(4096, 8)).rows}
     assert rows["optimizer"] == pytest.approx(34 * 41_943_040 / 8 / (3350e9 * 0.9), rel=1e-3)
 
 
