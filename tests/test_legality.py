@@ -184,6 +184,7 @@ def test_a_fused_projection_and_a_refusal_of_sequence_parallelism_limit_tp() -> 
     wrong = {text: violations(Layout.parse(text), limits) for text in ("tp2", "tp2+nosp", "tp4+nosp")}
     found = {text: [violation.about for violation in listed] for text, listed in wrong.items()}
     assert found == {"tp2": ["sequence_parallel"], "tp2+nosp": [], "tp4+nosp": ["tp"]}
+    assert "+nosp" in str(wrong["tp2"][0].fix)  # a loop of one's own has no keys
     assert wrong["tp4+nosp"][0].legal == (1, 2)
 
 

@@ -46,8 +46,8 @@ class TensorKeys(LayoutPart):
             yield Violation("tp", f"tp {tp} is refused: {refusal}", "use dp_shard instead (FSDP needs no roles)", (1,))
             return
         if self.sequence_parallel and (refusal := self._refusal(limits, "sequence_parallel")):
-            what, fix = f"sequence parallel is refused: {refusal}", "set layout.sequence_parallel: false"
-            yield Violation("sequence_parallel", what, fix)
+            fix = "set layout.sequence_parallel: false, or write +nosp behind a layout that is a text"
+            yield Violation("sequence_parallel", f"sequence parallel is refused: {refusal}", fix)
         if query is not None and kv is not None and tp not in (legal := tuple(legal_degrees(query, kv))):
             what = f"tp={tp} does not fit num_attention_heads={query}, num_key_value_heads={kv}"
             rule = "tp must divide the first, and divide or be a multiple of the second"
