@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.models.forwards import head_only
 from fivefold.parallel.collectives import CACHE_BYTES, MOST_BYTES, chunk_sizes
+from fivefold.parallel.loss import runtime
 from fivefold.parallel.loss.runtime import IGNORE, Kernels, SummedLoss, softmax_chunks
 from fivefold.parallel.sharding import split_even
 from fivefold.parallel.state import state_of
@@ -146,6 +147,14 @@ def test_rounds_no_worse_than_full_logits(chunks: int, dtype: torch.dtype, facto
     off = errors(chunked(dtype, "mixed", PLAIN, chunks, kernels=kernels), truth)
     for found, floor in zip(off, floors, strict=True):
         assert found <= factor * max(floor, epsilon / 4)
+
+
+def test_gradients_of_many_chunks_add_up_in_fp32() -> None:
+    """In bf16, 1 more than 256 is 256."""
+    sums: list[Tensor | None] = []
+    for _ in range(300):
+        sums = runtime._accumulate(sums, [torch.ones(1, dtype=torch.bfloat16), None])
+    assert sums[1] is None and sums[0] is not None and sums[0].tolist() == [300.0]
 
 
 def test_without_a_target_everything_is_zero(subtests: pytest.Subtests) -> None:
