@@ -266,7 +266,7 @@ def _option(parameter: Any) -> tuple[str, str, str, str]:
     elif isinstance(shown, str):
         default = shown
     else:
-        default = "" if is_flag or not shown or parameter.default in (None, ()) else code(plain(parameter.default))
+        default = "" if is_flag or not shown or parameter.default in (None, (), "") else code(plain(parameter.default))
     more = " (may be repeated)" if getattr(parameter, "multiple", False) else ""
     return name, kind, default, f"{parameter.help or ''}{more}"
 
