@@ -189,7 +189,7 @@ def _counting(moved: list[int]) -> Iterator[None]:
 def _not_written_back() -> Iterator[None]:
     """State that was updated is dropped: its home keeps the values of the first step."""
     put = offload.OptimizerStates._put
-    lost = patch.object(Lane, "copy", lambda self, pairs: offload.Copies(()))
+    lost = patch.object(Lane, "copy", lambda self, pairs: offload.CopiesInFlight(()))
 
     def putting(self: Any, optimizer: Any, part: Any, **options: Any) -> Any:
         with lost if all(each in self._homes for each in part) else nullcontext():
