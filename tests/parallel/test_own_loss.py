@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fivefold.config import ObjectiveSection
 from fivefold.core.errors import UserError
 from fivefold.data.batch import IGNORE
 from fivefold.models.config_facts import facts_of_config
@@ -121,7 +122,8 @@ def test_the_reference_of_a_proof_names_the_line_too(tmp_path: Path) -> None:
     lines = ["def fails(logits, labels, row):", "    return logits[0, 10**6]"]
     (tmp_path / "my_loss.py").write_text("\n".join(lines))
     case = Case("single", steps=1)
-    asked = replace(subject(case), loss=f"{tmp_path / 'my_loss.py'}:fails")
+    objective = ObjectiveSection(name="python", path=f"{tmp_path / 'my_loss.py'}:fails")
+    asked = replace(subject(case), objective=objective)
     with pytest.raises(UserError, match=r"my_loss.py:2 in fails: IndexError"):
         ReferenceRun(asked, "fp64", "cpu", model=reference_model(case, torch.float32)).run([])
 
