@@ -184,7 +184,7 @@ def test_the_probe_ends_with_the_process_that_waits_for_it(tmp_path: Path, folde
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         process = Path("/proc", parent.stdout.readline().strip())
-        while "tokenizers" not in (process / "maps").read_text():  # it has not begun
+        while "numpy" not in (process / "maps").read_text():  # it has not begun to import
             time.sleep(0.01)
         parent.kill()
     end = time.monotonic() + 10
