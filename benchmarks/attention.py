@@ -14,9 +14,9 @@ from statistics import median
 
 import torch
 
-from fivefold.launch.world import tune
 from fivefold.ops.blockwise_attention import AttentionParams
 from fivefold.ops.cpu import cpu_attention
+from fivefold.ops.cpu.tuning import tune
 from fivefold.torch_internals import cpu_attention_backward, cpu_attention_forward
 
 SHAPES = ((12, 4, 64, 32), (4, 16, 512, 16), (2, 12, 1024, 64), (1, 2, 8192, 32), (1, 8, 4096, 128))

@@ -22,10 +22,11 @@ import torch
 import compact_loop
 import plain_loop
 from common import LEARNING_RATE, OPTIONS, SEED, SHAPES, Clock, best_gflops, micro_batch, plain_model
-from fivefold.launch.world import alone, find_world, join, threads_per_worker, tune
+from fivefold.launch.world import alone, find_world, join, threads_per_worker
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
+from fivefold.ops.cpu.tuning import tune
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of

@@ -2,11 +2,13 @@
 parallelism is on, but the plan of it and the parallelism itself."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -269,3 +271,19 @@ def test_the_package_has_its_public_names_alone() -> None:
     assert [name for name in dir(fivefold) if not name.startswith("_")] == sorted(fivefold.__all__)
     own = {name for name, value in vars(fivefold).items() if not isinstance(value, ModuleType)}
     assert {name for name in own if not name.startswith("_")} <= {*fivefold.__all__}
+
+
+def test_benchmarks_and_tools_import_what_is_there() -> None:
+    """Most of them run in a campaign alone."""
+    missing = set()
+    for file in sorted(each for folder in ("benchmarks", "tools") for each in (ROOT.parents[1] / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fivefold"):
+                module = importlib.import_module(str(node.module))
+                missing |= {
+                    f"{file.name}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if not hasattr(module, alias.name)
+                    and not (hasattr(module, "__path__") and find_spec(f"{node.module}.{alias.name}"))
+                }
+    assert not missing
