@@ -26,7 +26,7 @@ from fivefold.launch import nodes as launch_nodes
 from fivefold.launch.failure import Suspected, WorkerDied
 from fivefold.launch.folder import FolderLock, held
 from fivefold.launch.memory import Memory
-from fivefold.launch.nodes import Meeting, MeetingState, Member, NodeRound, _agree, _LauncherLocks, changed
+from fivefold.launch.nodes import Meeting, MeetingState, Member, NodeRound, Unreachable, _agree, _LauncherLocks, changed
 from fivefold.launch.rounds import take
 from fivefold.launch.workers import NodesChanged, OtherNodes, workers_of_node
 from fivefold.launch.world import NodeRanks, World, check_nodes, find_world, is_started_by_node, worker_environment
@@ -197,6 +197,16 @@ def test_the_state_of_a_meeting_has_every_change(tmp_path: Path) -> None:
     for state in states:
         state.forget()
         assert state.look()["round"] == 200 and state.look()["beats"] == {"a-1": 100, "b-2": 100}
+
+
+@pytest.mark.parametrize("text", ["", '{"round": 4, "memb'])
+def test_a_damaged_state_is_an_error_in_words(text: str, tmp_path: Path) -> None:
+    """One that was emptied, or written in part when the disk was full."""
+    state = state_in(tmp_path)
+    (tmp_path / "state").write_text(text)
+    for act in (state.look, state.beat):
+        with pytest.raises(Unreachable, match="is damaged: end the run on all nodes"):
+            act()
 
 
 def test_a_launcher_lives_as_long_as_it_holds_its_lock(tmp_path: Path) -> None:

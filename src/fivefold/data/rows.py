@@ -349,9 +349,8 @@ class RowPacking:
         (start, length), seq_length = spans, self.seq_length
         is_pair = are_pairs(stores, start)
         fits = ~is_pair | (length <= seq_length)
-        start, length = (
-            (start, length) if fits.all() else (start[fits], length[fits])
-        )  # large arrays with many documents
+        if not fits.all():  # arrays of many documents are large: they are not copied for nothing
+            start, length = start[fits], length[fits]
         is_example, is_long = are_examples(stores, start), length > seq_length
         cut = pieces_of(start, np.where(is_example, np.minimum(length, seq_length), length), seq_length)
         targets = trained_targets(stores, cut)

@@ -46,7 +46,7 @@ class Ended(Exception):
 
 
 class Unreachable(Exception):
-    """The folder of the meeting cannot be read or written."""
+    """The folder of the meeting cannot be read or written, or its state is damaged."""
 
 
 class Member(NamedTuple):
@@ -288,12 +288,12 @@ class MeetingState:
     def __init__(
         self, file: Path, name: str, lives: Callable[[str], bool], now: Callable[[], float] = time.monotonic
     ) -> None:
-        """Of the node `name`. `lives(name)`: whether the launcher of a node does."""
+        """`name`: this node. `lives(name)` is true if the launcher of a node lives."""
         self._file, self._name, self._lives, self._now = file, name, lives, now
         self._lock = threading.RLock()  # the heartbeat has a thread of its own
         self._ages: dict[str, tuple[int, float]] = {}  # the last heartbeat of a node, and its age
-        self.seen = _NOBODY  # the state that was last read, and when
-        self._looked = now()
+        self.seen = _NOBODY  # the state that was last read
+        self._looked = now()  # when that was
         self._is_read = False
 
     def change(self, act: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
@@ -325,7 +325,11 @@ class MeetingState:
         self.change(renew)
 
     def _of_living(self, text: str) -> dict[str, Any]:
-        state, now = {**_NOBODY, **json.loads(text)}, self._now()
+        try:
+            state, now = {**_NOBODY, **json.loads(text)}, self._now()
+        except ValueError:
+            what = f"{self._file} is damaged: end the run on all nodes, then start it again"
+            raise Unreachable(what) from None
         passed, self._looked = min(now - self._looked, 2 * HEARTBEAT), now
         for name, beat in state["beats"].items():
             known, age = self._ages.get(name, (None, 0.0))

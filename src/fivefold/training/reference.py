@@ -75,7 +75,7 @@ def _read(folder: Path, root: Path, arrays: Mapping[str, tuple[tuple[int, int], 
 
 
 def _found(read: Callable[[], Found]) -> Found | None:
-    """What a cache entry has; None if it is missing or damaged."""
+    """Read a cache entry; None if it is missing or damaged."""
     with suppress(OSError, ValueError, UserError):
         return read()
     return None

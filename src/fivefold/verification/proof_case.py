@@ -68,9 +68,8 @@ class ProofCase:
     # 0: no clipping; None: alternately half of a step's norm, so that clipping is active, and twice, so that it is not
     max_grad_norm: float | None = None
     whole_rows: bool = False  # a row is one document: scales of matmuls span the tokens of a row
-    objective: ObjectiveSection = field(
-        default_factory=ObjectiveSection
-    )  # one of answers, or with a teacher, is proved in addition
+    # An objective on answers, or with a teacher, is proved in addition.
+    objective: ObjectiveSection = field(default_factory=ObjectiveSection)
     adapter: Lora | None = None
     neftune_noise_alpha: float | None = None
     balance_rows: bool = False  # from the run file
